@@ -1,0 +1,1 @@
+"""Engines: a graph in, tensors out. Nothing here knows of speculation."""

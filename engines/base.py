@@ -1,0 +1,102 @@
+"""What a backend must provide: load a graph, allocate cache buffers, run one chunk in place.
+
+An engine holds weights and no conversation: all state of a row is in `KVBuffers` (memory) and in the caller's
+`past_lens` (how much of it counts). Nothing here knows drafting, acceptance or sampling.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from specdec.engines.contract import Chunk, FloatArray, ModelSpec
+
+CAPACITY_BUCKETS = (256, 512, 1024)
+
+
+def capacity_bucket(slots: int) -> int:
+    """Return the capacity to allocate for `slots` slots: 256, 512, 1024, then multiples of 1024.
+
+    Engines attend over the whole capacity, so it stays close to the need while growth stays rare.
+    """
+    for bucket in CAPACITY_BUCKETS:
+        if slots <= bucket:
+            return bucket
+    return -(-slots // CAPACITY_BUCKETS[-1]) * CAPACITY_BUCKETS[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do, known before work begins.
+
+    `batch`: several rows a pass. `growable`: capacity may change after loading. `device`: where it runs, in words.
+    """
+
+    device: str
+    batch: bool = True
+    growable: bool = True
+
+
+class KVBuffers(Protocol):
+    """Cache memory of `rows` rows with `capacity` slots each; allocated finite, never copied by a pass."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        ...
+
+    def grow(self, rows: int, capacity: int, used: int) -> None:
+        """Reallocate to `rows` and `capacity` (both at least the present ones); slots below `used` keep their content.
+
+        Raises `EngineError` when the engine's capacity is fixed or memory is short; the old buffers stay valid then.
+        """
+        ...
+
+    def move_row(self, source: int, target: int, used: int) -> None:
+        """Copy slots below `used` of row `source` over row `target`."""
+        ...
+
+    def read(self, row: int, used: int) -> np.ndarray:
+        """Copy of row `row`'s slots below `used`: [2 * layers, H_kv, used, D]; for checks, not for the hot path."""
+        ...
+
+
+class Engine(Protocol):
+    """One loaded model. Not safe for concurrent `step` calls on the same buffers."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Shape of the model."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+        ...
+
+    def allocate(self, rows: int, capacity: int) -> KVBuffers:
+        """New cache buffers. Raises `EngineError` when they do not fit."""
+        ...
+
+    def step(self, chunk: Chunk, kv: KVBuffers, first_row: int = 0) -> FloatArray:
+        """Run `chunk` on rows `first_row ..` of `kv`: write its keys and values at `past_lens`, return its logits.
+
+        Returns logits [B, N, V], valid until the next call. Raises `ContractError` for a chunk that does not fit,
+        `EngineError` when the engine fails. The slots from `past_lens[b]` to `past_lens[b] + S` are overwritten; no
+        other memory of `kv` changes.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the engine; further calls raise `EngineError`. Closing twice is allowed."""
+        ...

@@ -1,0 +1,113 @@
+"""Engine contract, version 1: the tensors of a model graph, the model's shape, and one chunk of work.
+
+Every backend runs the same graph inputs and outputs. KV slots are fixed and written in place; what a row holds is what
+lies below `past_lens[row]`, so rolling back is passing a smaller number. This module knows shapes and names only: no
+engine, no sampling, no files.
+
+Tensors (B rows, S chunk tokens, N positions with logits, C cache capacity, V logits size):
+
+=============================  ==============  ===============================================================
+`input_ids`                    int64 [B, S]    tokens of this chunk; shorter rows are right-padded
+`position_ids`                 int64 [B, S]    position of each token: past length + depth in the token tree
+`past_lens`                    int64 [B]       committed tokens in the cache = first slot that this chunk writes
+`chunk_mask`                   bool [B, S, S]  `[b, i, j]`: token i attends token j (itself and its ancestors)
+`logit_indices`                int64 [B, N]    chunk positions that get logits
+`past_key_values.{l}.key`      float [B, H_kv, C, D], likewise `.value`: the cache buffers
+`logits`                       float [B, N, V]
+`present.{l}.key`              float [B, H_kv, C, D], likewise `.value`: bound to the memory of the inputs
+=============================  ==============  ===============================================================
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from specdec.engines.errors import ContractError
+
+CONTRACT_VERSION = 1
+OPSET = 24
+
+CHUNK_INPUTS = ("input_ids", "position_ids", "past_lens", "chunk_mask", "logit_indices")
+LOGITS = "logits"
+
+Dtype = Literal["float32", "float16"]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.floating]
+
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Shape of one model as its engine sees it; stored in the manifest.
+
+    `vocab_size` counts the ids that the tokenizer knows; logits from there up to `logits_size` are padding of the
+    checkpoint and are never emitted. `max_length` is the largest number of tokens (prompt and answer) of a row.
+    """
+
+    num_layers: _Positive
+    num_kv_heads: _Positive
+    head_dim: _Positive
+    hidden_size: _Positive
+    logits_size: _Positive
+    vocab_size: _Positive
+    max_length: _Positive
+    dtype: Dtype = "float32"
+
+    def kv_bytes(self, rows: int, capacity: int) -> int:
+        """Bytes of the cache buffers of `rows` rows and `capacity` slots."""
+        itemsize = np.dtype(self.dtype).itemsize
+        return 2 * self.num_layers * rows * self.num_kv_heads * capacity * self.head_dim * itemsize
+
+
+def past_names(num_layers: int) -> Iterator[str]:
+    """Names of the cache inputs, in graph order: key and value of layer 0, of layer 1, ..."""
+    return (f"past_key_values.{layer}.{part}" for layer in range(num_layers) for part in ("key", "value"))
+
+
+def present_names(num_layers: int) -> Iterator[str]:
+    """Names of the cache outputs, in the order of `past_names`."""
+    return (f"present.{layer}.{part}" for layer in range(num_layers) for part in ("key", "value"))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One pass of work for B rows, S tokens each; the arrays are C-contiguous and read only by the engine."""
+
+    input_ids: IntArray  # [B, S]
+    position_ids: IntArray  # [B, S]
+    past_lens: IntArray  # [B]
+    chunk_mask: BoolArray  # [B, S, S]
+    logit_indices: IntArray  # [B, N]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows B."""
+        return self.input_ids.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Number of tokens S per row, padding included."""
+        return self.input_ids.shape[1]
+
+    def validate(self, spec: ModelSpec, rows: int, capacity: int) -> None:
+        """Raise `ContractError` unless shapes agree and every slot that is written exists.
+
+        `rows` and `capacity` are those of the cache that the chunk runs on.
+        """
+        b, s = self.input_ids.shape
+        shapes = (self.position_ids.shape, self.past_lens.shape, self.chunk_mask.shape, self.logit_indices.shape[:1])
+        if shapes != ((b, s), (b,), (b, s, s), (b,)) or self.logit_indices.ndim != 2:
+            raise ContractError(f"chunk shapes disagree: input_ids {(b, s)}, others {shapes}")
+        if not 0 < b <= rows:
+            raise ContractError(f"chunk of {b} rows on a cache of {rows}")
+        if int(self.past_lens.min()) < 0 or int(self.past_lens.max()) + s > capacity:
+            raise ContractError(f"chunk of {s} tokens after {self.past_lens.max()} does not fit {capacity} slots")
+        if int(self.position_ids.min()) < 0 or int(self.position_ids.max()) >= spec.max_length:
+            raise ContractError(f"position {self.position_ids.max()} is outside the model's {spec.max_length}")
+        if int(self.input_ids.min()) < 0 or int(self.input_ids.max()) >= spec.logits_size:
+            raise ContractError(f"token id {self.input_ids.max()} is outside the model's {spec.logits_size}")

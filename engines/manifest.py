@@ -1,0 +1,192 @@
+"""The bundle's manifest, `specdec.json`: what a bundle holds, what was measured on it, and the SHA-256 of every file.
+
+Written last by the exporter and read first by the runtime; the two meet only here and in the contract. Reading is
+strict: unknown fields, other schema or contract versions, missing and damaged files are errors. This module knows
+files and fields; it loads no engine and no tokenizer.
+"""
+
+import hashlib
+import json
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+import msgspec
+
+from specdec.engines.contract import CONTRACT_VERSION, ModelSpec
+from specdec.engines.errors import BundleError
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "specdec.json"
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the manifest's records: immutable, unknown fields refused."""
+
+
+class FileRecord(_Record):
+    """One file of the bundle."""
+
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Parity(_Record):
+    """Largest logit difference to PyTorch over `positions` scored positions, and the tolerance that was applied."""
+
+    max_abs_error: float
+    tolerance: float
+    positions: int
+
+
+class Invariance(_Record):
+    """Result of the bitwise invariance gate: `exact` when every scoring gave the same bits.
+
+    `one_token_max_abs_diff`: how far logits of one-token passes are from them (why `exact` keeps two positions).
+    """
+
+    exact: bool
+    scorings: int
+    one_token_max_abs_diff: float
+
+
+class Variant(_Record):
+    """One precision of one model: its graph, and what was measured on it."""
+
+    graph: str
+    precision: str
+    parity: Parity
+    invariance: Invariance
+
+
+class Model(_Record):
+    """A target or draft model: its shape and its variants by name."""
+
+    spec: ModelSpec
+    variants: dict[str, Variant]
+
+
+class NgramDrafter(_Record, tag="ngram", tag_field="method"):
+    """Prompt lookup; needs no model."""
+
+
+class ModelDrafter(_Record, tag="model", tag_field="method"):
+    """A draft model with its own cache. `shared_vocab`: ids below it mean the same string in both models."""
+
+    model: Model
+    shared_vocab: _Count
+
+
+class Tokenizer(_Record):
+    """What the runtime needs beside `tokenizer.json` and `chat_template.jinja`.
+
+    `special_tokens` are the strings that the chat template may name (`bos_token`, `eos_token`, ...).
+    """
+
+    special_tokens: dict[str, str]
+    eos_token_ids: list[int]
+    has_chat_template: bool
+
+
+class Limits(_Record):
+    """Largest batch (rows), length (tokens of a row) and tree (nodes of a chunk) that the bundle's engines take."""
+
+    max_batch: _Count
+    max_length: _Count
+    max_tree: _Count
+
+
+class Source(_Record):
+    """Where the weights came from: a name and a format, no path of the exporting machine."""
+
+    name: str
+    format: Literal["safetensors", "gguf"]
+    family: str
+
+
+class Manifest(_Record):
+    """Everything in `specdec.json`."""
+
+    schema_version: int
+    contract_version: int
+    source: Source
+    tokenizer: Tokenizer
+    target: Model
+    drafters: dict[str, NgramDrafter | ModelDrafter]
+    limits: Limits
+    tools: dict[str, str]
+    files: dict[str, FileRecord]
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the manifest as indented JSON, keys in declaration order, files sorted by name."""
+    ordered = msgspec.structs.replace(manifest, files=dict(sorted(manifest.files.items())))
+    return msgspec.json.format(msgspec.json.encode(ordered), indent=2) + b"\n"
+
+
+def file_record(path: Path) -> FileRecord:
+    """Hash one file (SHA-256, FIPS 180-4)."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return FileRecord(sha256=digest, bytes=path.stat().st_size)
+
+
+def read_manifest(bundle: Path) -> Manifest:
+    """Read and check `bundle/specdec.json`; the files it lists are not touched.
+
+    Raises `BundleError` when the bundle or its manifest is missing, malformed or of another version.
+    """
+    path = bundle / MANIFEST_NAME
+    try:
+        raw = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise BundleError(f"{bundle} is not a bundle: no {MANIFEST_NAME} (make one with specdec-export)") from exc
+    except OSError as exc:
+        raise BundleError(f"{path} cannot be read: {exc.strerror}") from exc
+    _check_versions(path, raw)
+    try:
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except msgspec.MsgspecError as exc:
+        raise BundleError(
+            f"{path} is damaged or not a manifest of this version: {exc}; export the bundle again"
+        ) from exc
+    for name in manifest.files:
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts:
+            raise BundleError(f"{path} lists {name!r}, which lies outside the bundle; do not use this bundle")
+    return manifest
+
+
+def verify_files(bundle: Path, manifest: Manifest, prefix: str = "") -> None:
+    """Compare size and SHA-256 of every listed file whose name starts with `prefix`; raise `BundleError` on the first.
+
+    Reads the files once (about a second per GB).
+    """
+    for name, expected in manifest.files.items():
+        if not name.startswith(prefix):
+            continue
+        path = bundle / name
+        if not path.is_file():
+            raise BundleError(f"{bundle} is incomplete: {name} is missing; export or copy the bundle again")
+        size = path.stat().st_size
+        if size != expected.bytes:
+            raise BundleError(f"{path} is damaged: {size} bytes instead of {expected.bytes}; export or copy it again")
+        if file_record(path).sha256 != expected.sha256:
+            raise BundleError(f"{path} is damaged: its SHA-256 is not the manifest's; export or copy the bundle again")
+
+
+def _check_versions(path: Path, raw: bytes) -> None:
+    """Name the version that differs before complaining about fields that only another version has."""
+    try:
+        head = json.loads(raw)
+    except ValueError as exc:
+        raise BundleError(f"{path} is damaged: not JSON ({exc}); export or copy the bundle again") from exc
+    if not isinstance(head, dict):
+        raise BundleError(f"{path} is damaged: not a JSON object; export or copy the bundle again")
+    for field, supported in (("schema_version", SCHEMA_VERSION), ("contract_version", CONTRACT_VERSION)):
+        found = head.get(field)
+        if found != supported:
+            raise BundleError(
+                f"{path}: {field} {found} is not supported (this specdec reads {supported}); export the bundle again"
+            )

@@ -1,0 +1,199 @@
+"""ONNX Runtime backend (CPU and CUDA providers): the KV cache is bound in place, so a pass never copies it.
+
+Every cache input and the output of the same layer are bound to one address (`IOBinding`); rows `first .. first + n`
+of a buffer are bound as a view, so a batch of n uses n rows and the prefill of one row leaves the others alone.
+Bindings are kept per view: a pass binds its five small inputs and the logits, nothing else. This module knows nothing
+of what the tokens mean.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort  # noqa: TID253 - this module is the ONNX Runtime boundary, imported only by the registry
+
+from specdec.engines.base import Capabilities
+from specdec.engines.contract import (
+    CHUNK_INPUTS,
+    LOGITS,
+    Chunk,
+    FloatArray,
+    ModelSpec,
+    past_names,
+    present_names,
+)
+from specdec.engines.errors import ContractError, EngineError, EngineUnavailableError
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_ORT_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)"}
+
+
+class OrtKV:
+    """Cache buffers [rows, H_kv, capacity, D], two per layer, as OrtValues on the engine's device."""
+
+    def __init__(self, spec: ModelSpec, device: str, rows: int, capacity: int) -> None:
+        self._device = device
+        self._shape = (rows, spec.num_kv_heads, capacity, spec.head_dim)
+        self._dtype = np.dtype(spec.dtype)
+        self._count = 2 * spec.num_layers
+        self._host: list[np.ndarray] = []  # CPU only: the arrays that own the memory
+        self._values: list[ort.OrtValue] = []
+        self._install([np.zeros(self._shape, self._dtype) for _ in range(self._count)])
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self._shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row."""
+        return self._shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._count * int(np.prod(self._shape)) * self._dtype.itemsize
+
+    def grow(self, rows: int, capacity: int, used: int) -> None:
+        """See `KVBuffers.grow`."""
+        if rows < self.rows or capacity < self.capacity:
+            raise EngineError(f"a cache of {self.rows} x {self.capacity} cannot shrink to {rows} x {capacity}")
+        shape = (rows, self._shape[1], capacity, self._shape[3])
+        grown = []
+        for index in range(self._count):
+            new = np.zeros(shape, self._dtype)
+            new[: self.rows, :, :used] = self._read(index)[:, :, :used]
+            grown.append(new)
+        self._shape = shape
+        self._install(grown)
+
+    def move_row(self, source: int, target: int, used: int) -> None:
+        """See `KVBuffers.move_row`."""
+        for index in range(self._count):
+            array = self._read(index)
+            array[target, :, :used] = array[source, :, :used]
+            if self._device != "cpu":
+                self._values[index].update_inplace(array)
+
+    def read(self, row: int, used: int) -> np.ndarray:
+        """See `KVBuffers.read`."""
+        return np.stack([self._read(index)[row, :, :used] for index in range(self._count)])
+
+    def view(self, index: int, first_row: int) -> int:
+        """Address of row `first_row` of buffer `index`."""
+        row_bytes = int(np.prod(self._shape[1:])) * self._dtype.itemsize
+        return int(self._values[index].data_ptr()) + first_row * row_bytes
+
+    def _read(self, index: int) -> np.ndarray:
+        if self._device == "cpu":
+            return self._host[index]
+        return np.array(self._values[index].numpy())
+
+    def _install(self, arrays: list[np.ndarray]) -> None:
+        self._values = [ort.OrtValue.ortvalue_from_numpy(array, self._device, 0) for array in arrays]
+        if self._device == "cpu":
+            self._host = arrays
+        self.bindings: dict[tuple[int, int, int], ort.IOBinding] = {}
+
+
+class OrtEngine:
+    """One ONNX graph in one ONNX Runtime session."""
+
+    def __init__(self, graph: Path, spec: ModelSpec, *, provider: str = "cpu", threads: int | None = None) -> None:
+        self.spec = spec
+        self.capabilities = Capabilities(device=f"ONNX Runtime {ort.__version__}, {provider}")
+        self._device = provider
+        self._dtype = np.dtype(spec.dtype)
+        self._scratch = np.empty(0, self._dtype)  # the logits of the last call
+        self._session: ort.InferenceSession | None = _open_session(graph, provider, threads)
+        self._past, self._present = list(past_names(spec.num_layers)), list(present_names(spec.num_layers))
+        _check_contract(self._session, spec, self._past, self._present)
+
+    def allocate(self, rows: int, capacity: int) -> OrtKV:
+        """See `Engine.allocate`."""
+        self._open()
+        try:
+            return OrtKV(self.spec, self._device, rows, capacity)
+        except (MemoryError, RuntimeError) as exc:
+            need = self.spec.kv_bytes(rows, capacity) / 2**20
+            raise EngineError(f"a cache of {rows} rows x {capacity} slots needs {need:.0f} MiB: not available") from exc
+
+    def step(self, chunk: Chunk, kv: OrtKV, first_row: int = 0) -> FloatArray:
+        """See `Engine.step`."""
+        session = self._open()
+        chunk.validate(self.spec, kv.rows - first_row, kv.capacity)
+        binding = self._binding(session, kv, first_row, chunk.rows)
+        for name in CHUNK_INPUTS:
+            binding.bind_cpu_input(name, getattr(chunk, name))
+        shape = (*chunk.logit_indices.shape, self.spec.logits_size)  # [B, N, V]
+        size = int(np.prod(shape))
+        if self._scratch.size < size:
+            self._scratch = np.empty(size, self._dtype)
+        logits = self._scratch[:size].reshape(shape)
+        binding.bind_output(LOGITS, "cpu", 0, self._dtype.type, shape, logits.ctypes.data)
+        try:
+            session.run_with_iobinding(binding)
+        except Exception as exc:  # onnxruntime raises classes of its own that share no public base
+            raise EngineError(f"ONNX Runtime failed on a chunk of {chunk.rows} x {chunk.width} tokens: {exc}") from exc
+        return logits
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._session = None
+
+    def _open(self) -> ort.InferenceSession:
+        if self._session is None:
+            raise EngineError("the engine is closed")
+        return self._session
+
+    def _binding(self, session: ort.InferenceSession, kv: OrtKV, first_row: int, rows: int) -> ort.IOBinding:
+        """Return the binding of `rows` rows from `first_row`: cache inputs and outputs on the same addresses."""
+        key = (id(session), first_row, rows)
+        binding = kv.bindings.get(key)
+        if binding is None:
+            binding = kv.bindings[key] = session.io_binding()
+            shape = (rows, self.spec.num_kv_heads, kv.capacity, self.spec.head_dim)
+            for index, (past, present) in enumerate(zip(self._past, self._present, strict=True)):
+                place = (self._device, 0, self._dtype.type, shape, kv.view(index, first_row))
+                binding.bind_input(past, *place)
+                binding.bind_output(present, *place)
+        return binding
+
+
+def _open_session(graph: Path, provider: str, threads: int | None) -> ort.InferenceSession:
+    """Load `graph` on exactly the provider that was asked for; ONNX Runtime itself would fall back silently."""
+    name = PROVIDERS.get(provider)
+    if name is None:
+        raise EngineUnavailableError(f"unknown provider {provider!r}: choose one of {', '.join(PROVIDERS)}")
+    if name not in ort.get_available_providers():
+        raise EngineUnavailableError(
+            f'this ONNX Runtime has no {name}: pip install "specdec[gpu]" (and remove onnxruntime, which shadows it)'
+        )
+    if not graph.is_file():
+        raise EngineError(f"{graph} is missing")
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # errors only; they come as exceptions as well
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    try:
+        session = ort.InferenceSession(str(graph), options, providers=[name])
+    except Exception as exc:  # onnxruntime raises classes of its own that share no public base
+        raise EngineError(f"ONNX Runtime cannot load {graph}: {exc}") from exc
+    got = session.get_providers()[0]
+    if got != name:
+        raise EngineUnavailableError(f"{name} was asked for and ONNX Runtime took {got}: check driver and CUDA version")
+    return session
+
+
+def _check_contract(session: ort.InferenceSession, spec: ModelSpec, past: list[str], present: list[str]) -> None:
+    """Compare the graph's inputs and outputs with the contract: names and, for the cache, type and fixed axes."""
+    inputs = {value.name: value for value in session.get_inputs()}
+    outputs = [value.name for value in session.get_outputs()]
+    if set(inputs) != {*CHUNK_INPUTS, *past} or outputs != [LOGITS, *present]:
+        odd = sorted(set(inputs) ^ {*CHUNK_INPUTS, *past}) + sorted(set(outputs) ^ {LOGITS, *present})
+        raise ContractError(f"the graph does not keep the engine contract: {', '.join(odd[:5]) or 'order of outputs'}")
+    for name in past:
+        value = inputs[name]
+        fixed = (value.shape[1], value.shape[3])
+        if value.type != _ORT_TYPES[spec.dtype] or fixed != (spec.num_kv_heads, spec.head_dim):
+            raise ContractError(f"{name} is {value.type} {value.shape}, the manifest says {spec.dtype}, {fixed}")

@@ -1,0 +1,1 @@
+"""The runtime: drafting, verification and emission, on NumPy and one engine library."""

@@ -1,0 +1,1 @@
+"""Drafters: what proposes token trees for the target to verify."""
