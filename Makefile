@@ -1,0 +1,58 @@
+# Every target does all its set-up: a fresh clone with Python 3.11 or later, gcc and git is enough.
+# Settings: PYTHON (interpreter of the virtual environment), VENV (its folder), TORCH (what pip is asked for).
+
+VENV ?= .venv
+PYTHON ?= $(firstword $(foreach p,python3.11 python3,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(p))))
+TORCH ?= torch==2.13.0
+
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+RUN := $(VENV)/bin/python -m
+STAMP := $(VENV)/.specdec-installed
+
+.PHONY: help venv test test-fast test-gpu lint demo models clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo       export a real model and generate with and without speculation'
+	@echo 'make test       all tests: the fast ones, then those that need a real model or the network'
+	@echo 'make test-fast  tests that need neither'
+	@echo 'make test-gpu   tests that need an NVIDIA GPU'
+	@echo 'make lint       ruff check, ruff format --check, mypy --strict'
+	@echo 'make models     fetch the real test model into the cache'
+	@echo 'make venv       the virtual environment alone'
+	@echo 'make clean      remove what the other targets made, except the model cache'
+
+# torch goes first and by exact version: asking for it loosely, or through a dependency, may bring gigabytes of CUDA.
+$(STAMP): pyproject.toml
+	@test -n '$(PYTHON)' || { echo 'make: no Python 3.11 or later found; install one or set PYTHON=/path/to/python' >&2; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) '$(TORCH)'
+	$(PIP) --editable '.[cpu,export,dev]'
+	@touch $@
+
+venv: $(STAMP)
+
+models: $(STAMP)
+	$(RUN) specdec.tools.models smollm2
+
+test: $(STAMP) models
+	$(RUN) pytest -m 'not slow'
+	$(RUN) pytest -m slow
+
+test-fast: $(STAMP)
+	$(RUN) pytest -m 'not slow'
+
+test-gpu: $(STAMP) models
+	$(RUN) pytest -m gpu
+
+lint: $(STAMP)
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+demo: $(STAMP) models
+	$(RUN) specdec.tools.demo
+
+clean:
+	rm -rf $(VENV) build dist specdec.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find engines export runtime tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
