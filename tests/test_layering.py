@@ -48,11 +48,9 @@ def _imports(nodes: list[ast.AST] | list[ast.stmt], at_import: bool) -> Iterator
             case ast.ImportFrom(module=module, names=names, level=level):
                 source = "." * level + (module or "")
                 dotted = [f"{source}.{alias.name}" for alias in names]
-                if source == "specdec":  # `from specdec import runtime`
-                    yield from ((name, node.lineno, at_import) for name in dotted)
-                else:  # `from specdec.engines import ort` imports a module, too
-                    boundary = [name for name in dotted if name in BOUNDARIES]
-                    yield from ((name, node.lineno, at_import) for name in boundary or [source])
+                if source != "specdec":  # `from specdec import runtime` names modules, other forms may
+                    dotted = [name for name in dotted if name in BOUNDARIES] or [source]
+                yield from ((name, node.lineno, at_import) for name in dotted)
             case ast.Call(func=ast.Name(id="__import__" | "import_module") | ast.Attribute(attr="import_module")):
                 if node.args and isinstance(node.args[0], ast.Constant):
                     yield str(node.args[0].value), node.lineno, at_import
@@ -79,7 +77,9 @@ def violations(layer: str, source: str, name: str = "module.py") -> list[str]:
             found.append(f"{name}:{line}: {layer} imports {imported}")
         elif top in OFFLINE and layer in LEAN_LAYERS:
             found.append(f"{name}:{line}: {layer} imports {imported}, which the lean runtime does not have")
-        elif (top in VENDORS and at_import) or (top in OFFLINE and at_import and layer in LIGHT_LAYERS):
+        elif at_import and imported in BOUNDARIES:
+            found.append(f"{name}:{line}: {imported} loads a vendor's library; import it inside a function")
+        elif at_import and (top in VENDORS - {own_vendor} or (top in OFFLINE and layer in LIGHT_LAYERS)):
             found.append(f"{name}:{line}: {imported} is loaded when the module is imported")
     return found
 
