@@ -1,0 +1,127 @@
+"""Parameters of a traced graph become bytes on disk: one tensor at a time, in the graph's dtype and orientation.
+
+A parameter is an initializer without data whose name is the state dict's; `Value.meta` says more where that is not
+all: `TRANSPOSED` (the name whose two axes are swapped in the file) and `ALIASES` (further names of a tied parameter).
+This module knows names, shapes and bytes; it knows no operator.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from specdec.engines.errors import ExportError
+
+TRANSPOSED = "specdec.transposed"
+ALIASES = "specdec.aliases"
+ALIGNMENT = 64  # bytes: a cache line
+INLINE_BYTES = 1024  # smaller constants stay in model.onnx
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where one parameter goes: `names` in the state dict, place in the data file."""
+
+    value: ir.Value
+    names: tuple[str, ...]
+    transposed: bool
+    offset: int
+    length: int
+
+
+def graph_bytes(graph: ir.Model) -> int:
+    """Bytes of the data file that `write_graph` writes."""
+    slots = _layout(graph)
+    return slots[-1].offset + slots[-1].length if slots else 0
+
+
+def write_graph(
+    graph: ir.Model,
+    weights: Mapping[str, torch.Tensor],
+    path: Path,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write `graph` to `path` and its parameters, taken from `weights`, to `path` + ".data" beside it.
+
+    Holds one tensor at a time besides `weights`; equal graphs and weights give equal bytes. `progress(done, total)` is
+    called in bytes. Raises `ExportError` naming the first parameter that is missing, unused or of another shape,
+    before anything is written.
+    """
+    slots = _layout(graph)
+    _check(slots, weights)
+    total = graph_bytes(graph)
+    data = path.with_name(path.name + ".data")
+    with data.open("wb") as stream:
+        for slot in slots:
+            stream.write(bytes(slot.offset - stream.tell()))
+            _tensor(slot, weights).tofile(stream)
+            if progress is not None:
+                progress(slot.offset + slot.length, total)
+    with _external(slots, data.name):
+        ir.save(graph, path)
+
+
+@contextmanager
+def _external(slots: list[_Slot], location: str) -> Iterator[None]:
+    """While open, the parameters refer to their places in the data file."""
+    try:
+        for slot in slots:
+            shape = slot.value.shape
+            assert shape is not None and slot.value.dtype is not None and slot.value.name is not None
+            slot.value.const_value = ir.ExternalTensor(
+                location, slot.offset, slot.length, slot.value.dtype, shape=shape, name=slot.value.name, base_dir=""
+            )
+        yield
+    finally:
+        for slot in slots:
+            slot.value.const_value = None
+
+
+def _layout(graph: ir.Model) -> list[_Slot]:
+    """Parameters in the order of the graph's initializers, each at an aligned offset."""
+    slots: list[_Slot] = []
+    end = 0
+    for value in graph.graph.initializers.values():
+        if value.const_value is not None:
+            continue
+        if value.shape is None or value.dtype is None or value.name is None:
+            raise ExportError(f"parameter {value.name} of the traced graph has no shape or no dtype")
+        source = value.meta.get(TRANSPOSED)
+        names = (source or value.name, *value.meta.get(ALIASES, ()))
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        length = int(np.prod(value.shape.numpy())) * value.dtype.itemsize
+        slots.append(_Slot(value, names, source is not None, offset, int(length)))
+        end = offset + int(length)
+    return slots
+
+
+def _check(slots: list[_Slot], weights: Mapping[str, torch.Tensor]) -> None:
+    used: set[str] = set()
+    for slot in slots:
+        present = [name for name in slot.names if name in weights]
+        if not present:
+            raise ExportError(f"the checkpoint has no weight {slot.names[0]}, which the model needs")
+        used.update(present)
+        shape = slot.value.shape
+        assert shape is not None
+        expected = shape.numpy()[::-1] if slot.transposed else shape.numpy()
+        for name in present:
+            if tuple(weights[name].shape) != tuple(expected):
+                found = list(weights[name].shape)
+                raise ExportError(f"weight {name} has shape {found}, the model needs {list(expected)}")
+    unused = sorted(set(weights) - used)
+    if unused:
+        raise ExportError(f"the checkpoint's weight {unused[0]} is not used by the model ({len(unused)} unused in all)")
+
+
+def _tensor(slot: _Slot, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
+    """The parameter as it lies in the file: C-contiguous, in the graph's dtype."""
+    tensor = next(weights[name] for name in slot.names if name in weights)
+    dtype = torch.float16 if slot.value.dtype == ir.DataType.FLOAT16 else torch.float32
+    if slot.transposed:
+        tensor = tensor.t()
+    return tensor.detach().to(device="cpu", dtype=dtype).contiguous().numpy()
