@@ -1,0 +1,1 @@
+"""Offline: a checkpoint becomes a bundle. The only package that may import torch, transformers and onnx."""

@@ -1,0 +1,200 @@
+"""The gates: is the exported graph the model that PyTorch has (parity), and are its logits the same bits however the
+text is cut (invariance)? They run on the real weights at every export; a failed gate means no bundle.
+
+Parity compares with logits that were computed before the graph was written, so PyTorch's weights are freed when the
+engine loads. This module knows the `Engine` protocol, not a backend, and nothing of files.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from specdec.engines.base import Engine
+from specdec.engines.contract import FloatArray
+from specdec.engines.errors import GateError
+from specdec.engines.manifest import Invariance, Parity
+from specdec.export.scoring import Path, Round, same_bits, score, soil
+
+PROBE_TOKENS = 64  # length of the text that is scored over and over
+LONGEST_WINDOW = 1024  # a sliding window up to this is crossed by a real text; a longer one costs minutes
+CAPACITIES = (96, 160)
+THREADS = (2, 1)
+
+# Largest logit difference to PyTorch, by dtype: absolute, and relative to the largest |logit| of the probe.
+ABSOLUTE = {"float32": 1e-4, "float16": 5e-2}
+RELATIVE = {"float32": 5e-6, "float16": 5e-3}
+
+TREE = (-1, 0, 1, 0, 3, 1)  # two branches below the root, the first one with a sibling leaf
+
+Opener = Callable[[int], Engine]  # number of threads -> engine
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """PyTorch's logits [V] by token path, for the rounds that a graph will be asked to run."""
+
+    rounds: tuple[Round, ...]
+    long_round: tuple[Round, ...]
+    logits: dict[Path, FloatArray]
+
+
+def probe_tokens(ids: Sequence[int], vocab_size: int, window: int | None) -> list[int]:
+    """Tokens that the gates score: `ids` (a real text) repeated to the length needed; random ids without one."""
+    rng = np.random.default_rng(0)
+    source = [token for token in ids if token < vocab_size] or rng.integers(0, vocab_size, PROBE_TOKENS).tolist()
+    need = PROBE_TOKENS + (window if window is not None and window <= LONGEST_WINDOW else 0)
+    return [source[index % len(source)] for index in range(need)]
+
+
+def reference(model: Any, tokens: Sequence[int], vocab_size: int) -> Reference:
+    """Run the parity script with PyTorch: `model` is a causal language model of transformers, on the CPU."""
+    rounds = _script(tokens, vocab_size)
+    long_round = _beyond_window(tokens) if len(tokens) > PROBE_TOKENS else ()
+    paths = {path for step in (*rounds, *long_round) for _, _, path in step.paths()}
+    logits: dict[Path, FloatArray] = {}
+    for text in sorted(paths, key=len, reverse=True):
+        if text in logits:
+            continue
+        wanted = [length for length in range(1, len(text) + 1) if text[:length] in paths]
+        keep = torch.tensor([length - 1 for length in wanted])
+        with torch.inference_mode():
+            output = model(input_ids=torch.tensor([text]), use_cache=False, logits_to_keep=keep).logits[0]
+        found = output.float().numpy()
+        logits.update((text[:length], found[index]) for index, length in enumerate(wanted))
+    return Reference(rounds, long_round, logits)
+
+
+def run_gates(open_engine: Opener, expected: Reference, tokens: Sequence[int]) -> tuple[Parity, Invariance]:
+    """Run both gates; the engine is opened once per thread count and closed again.
+
+    Raises `GateError` that names the gate, the difference and where it is.
+    """
+    rows = [tokens[start : PROBE_TOKENS - cut] for start, cut in ((0, 0), (3, 4), (7, 12), (1, 30))]
+    first, second = THREADS
+    with closing(open_engine(first)) as engine:
+        parity = check_parity(engine, expected)
+        invariance, base = check_invariance(engine, rows)
+    with closing(open_engine(second)) as engine:
+        scorings = _compare_scorings(engine, rows, base, _FEW, f"{second} thread(s), ")
+    return parity, msgspec.structs.replace(invariance, scorings=invariance.scorings + scorings)
+
+
+def check_parity(engine: Engine, expected: Reference) -> Parity:
+    """Run the script on a soiled cache and compare every scored position with PyTorch's logits."""
+    dtype = engine.spec.dtype
+    peak = max(float(np.abs(logits).max()) for logits in expected.logits.values())
+    if not np.isfinite(peak):
+        raise GateError(f"parity gate failed: PyTorch's own logits are not finite in {dtype}: choose another precision")
+    tolerance = max(ABSOLUTE[dtype], RELATIVE[dtype] * peak)
+    worst, positions = 0.0, 0
+    for rounds, rows in ((expected.rounds, 3), (expected.long_round, 1)):
+        if not rounds:
+            continue
+        longest = max(len(past) + len(new) for step in rounds for past, new in zip(step.past, step.tokens, strict=True))
+        kv = engine.allocate(rows, longest + PROBE_TOKENS)
+        soil(engine, kv)
+        for step in rounds:
+            logits = engine.step(step.chunk(engine.spec.max_length), kv, step.first_row)  # [B, N, V]
+            for row, index, path in step.paths():
+                difference = np.abs(logits[row, index].astype(np.float32) - expected.logits[path])
+                token = int(np.argmax(difference))  # of a NaN, if there is one
+                error = float(difference[token])
+                if not error <= tolerance:
+                    where = f"case {step.name!r}, row {row}, position {len(path) - 1}, logit of token {token}"
+                    raise GateError(
+                        f"parity gate failed: {error:.3g} off PyTorch (tolerance {tolerance:.3g}) in {where}"
+                    )
+                worst, positions = max(worst, error), positions + 1
+    return Parity(max_abs_error=worst, tolerance=tolerance, positions=positions)
+
+
+# (widths of the chunks, rows scored together, index into CAPACITIES)
+_ALL = (
+    ((2,), 1, 0), ((3,), 1, 0), ((5,), 1, 0), ((8,), 1, 0), ((1, 13, 4, 2, 21, 7), 1, 0), ((31, 33), 1, 0),
+    ((PROBE_TOKENS,), 1, 1), ((5,), 1, 1), ((3,), 2, 0), ((PROBE_TOKENS,), 2, 1), ((2, 5, 8), 4, 0), ((16,), 4, 1),
+)  # fmt: skip
+_FEW = (((PROBE_TOKENS,), 1, 0), ((3,), 1, 0), ((8,), 4, 1))
+
+
+def check_invariance(engine: Engine, rows: Sequence[Sequence[int]]) -> tuple[Invariance, list[FloatArray]]:
+    """Score `rows` in many ways and compare bit by bit with each row alone in one chunk; return those logits too."""
+    kv = engine.allocate(1, CAPACITIES[0] + PROBE_TOKENS)
+    base = [score(engine, kv, [row], [len(row)])[0] for row in rows]
+    scorings = _compare_scorings(engine, rows, base, _ALL)
+    single = score(engine, kv, [rows[-1]], [1], least=1)[0]
+    deviation = float(np.abs(single.astype(np.float32) - base[-1].astype(np.float32)).max())
+    return Invariance(exact=True, scorings=scorings, one_token_max_abs_diff=deviation), base
+
+
+def _compare_scorings(
+    engine: Engine,
+    rows: Sequence[Sequence[int]],
+    base: Sequence[FloatArray],
+    scorings: Sequence[tuple[tuple[int, ...], int, int]],
+    where: str = "",
+) -> int:
+    for widths, batch, capacity in scorings:
+        slots = CAPACITIES[capacity] + PROBE_TOKENS
+        kv = engine.allocate(batch, slots)
+        for row, logits in enumerate(score(engine, kv, rows[:batch], widths)):
+            if not same_bits(logits, base[row]):
+                chunks = "/".join(map(str, widths))
+                raise GateError(
+                    f"invariance gate failed: {_first_difference(logits, base[row])} of row {row} in {where}"
+                    f"chunks of {chunks}, batch {batch}, {slots} slots, against the whole text in one chunk"
+                )
+    return len(scorings)
+
+
+def _first_difference(left: FloatArray, right: FloatArray) -> str:
+    unsigned = np.dtype(f"u{left.dtype.itemsize}")
+    position, token = np.argwhere(left.view(unsigned) != right.view(unsigned))[0]
+    largest = float(np.abs(left.astype(np.float32) - right.astype(np.float32)).max())
+    return f"bits differ, first at position {position}, logit of token {token} (largest difference {largest:.3g})"
+
+
+def _script(tokens: Sequence[int], vocab_size: int) -> tuple[Round, ...]:
+    """Prefill, decode, verify, tree, rollback, overwrite: three ragged rows; every round states its history in full."""
+    rng = np.random.default_rng(1)
+    texts = [tuple(tokens[start : start + PROBE_TOKENS - 8]) for start in (0, 5, 8)]
+    lens = (11, 17, 23)
+
+    def past(extra: int) -> tuple[Path, ...]:
+        return tuple(text[: length + extra] for text, length in zip(texts, lens, strict=True))
+
+    def true(extra: int, count: int) -> tuple[Path, ...]:
+        return tuple(text[length + extra : length + extra + count] for text, length in zip(texts, lens, strict=True))
+
+    def other(count: int) -> tuple[Path, ...]:
+        return tuple(tuple(rng.integers(0, vocab_size, count).tolist()) for _ in texts)
+
+    def join(left: tuple[Path, ...], right: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple((*a, *b) for a, b in zip(left, right, strict=True))
+
+    lone = other(9)[1:2]
+    return (
+        Round(name="ragged prefill", past=((), (), ()), tokens=past(0), scored=2),
+        Round(name="decode", past=past(0), tokens=join(true(0, 1), other(1)), scored=2),
+        Round(name="verify", past=past(1), tokens=join(true(1, 3), other(2)), scored=5),
+        Round(name="tree", past=past(4), tokens=join(true(4, 2), other(4)), parents=TREE, scored=6),
+        Round(name="rollback", past=past(5), tokens=true(5, 4), scored=4),
+        Round(name="overwrite", past=past(-5), tokens=other(6), scored=3),
+        Round(name="one row refilled", past=((),), tokens=lone, scored=2, first_row=1),
+        Round(name="its neighbours", past=(past(-5)[0], lone[0], past(-5)[2]), tokens=true(-5, 3), scored=2),
+    )
+
+
+def _beyond_window(tokens: Sequence[int]) -> tuple[Round, ...]:
+    """One row, longer than the sliding window: the prompt up to the window's edge, then across it in small steps."""
+    text = tuple(tokens)
+    edge = len(text) - PROBE_TOKENS + 4  # just after the first position that no longer sees the start
+    return (
+        Round(name="prefill to the window", past=((),), tokens=(text[: edge - 16],), scored=2),
+        Round(name="across the window", past=(text[: edge - 16],), tokens=(text[edge - 16 : edge + 8],), scored=24),
+        Round(name="beyond the window", past=(text[: edge + 8],), tokens=(text[edge + 8 :],), scored=8),
+    )
