@@ -72,7 +72,7 @@ class KVBuffers(Protocol):
 
 
 class Engine(Protocol):
-    """One loaded model. Not safe for concurrent `step` calls on the same buffers."""
+    """One loaded model. Threads may call `step` at the same time, each on buffers of its own."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -91,9 +91,9 @@ class Engine(Protocol):
     def step(self, chunk: Chunk, kv: KVBuffers, first_row: int = 0) -> FloatArray:
         """Run `chunk` on rows `first_row ..` of `kv`: write its keys and values at `past_lens`, return its logits.
 
-        Returns logits [B, N, V], valid until the next call. Raises `ContractError` for a chunk that does not fit,
-        `EngineError` when the engine fails. The slots from `past_lens[b]` to `past_lens[b] + S` are overwritten; no
-        other memory of `kv` changes.
+        Returns logits [B, N, V], valid until the next call with the same buffers. The slots from `past_lens[b]` to
+        `past_lens[b] + S` are overwritten; no other memory of `kv` changes. Raises `ContractError` for a chunk that
+        does not fit, `EngineError` when the engine fails.
         """
         ...
 

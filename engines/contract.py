@@ -87,12 +87,12 @@ class Chunk:
     @property
     def rows(self) -> int:
         """Number of rows B."""
-        return self.input_ids.shape[0]
+        return int(self.input_ids.shape[0])
 
     @property
     def width(self) -> int:
         """Number of tokens S per row, padding included."""
-        return self.input_ids.shape[1]
+        return int(self.input_ids.shape[1])
 
     def validate(self, spec: ModelSpec, rows: int, capacity: int) -> None:
         """Raise `ContractError` unless shapes agree and every slot that is written exists.

@@ -25,14 +25,14 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base of the manifest's records: immutable, unknown fields refused."""
 
 
-class FileRecord(_Record):
+class FileRecord(_Record, frozen=True):
     """One file of the bundle."""
 
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
     bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Parity(_Record):
+class Parity(_Record, frozen=True):
     """Largest logit difference to PyTorch over `positions` scored positions, and the tolerance that was applied."""
 
     max_abs_error: float
@@ -40,7 +40,7 @@ class Parity(_Record):
     positions: int
 
 
-class Invariance(_Record):
+class Invariance(_Record, frozen=True):
     """Result of the bitwise invariance gate: `exact` when every scoring gave the same bits.
 
     `one_token_max_abs_diff`: how far logits of one-token passes are from them (why `exact` keeps two positions).
@@ -51,7 +51,7 @@ class Invariance(_Record):
     one_token_max_abs_diff: float
 
 
-class Variant(_Record):
+class Variant(_Record, frozen=True):
     """One precision of one model: its graph, and what was measured on it."""
 
     graph: str
@@ -60,25 +60,25 @@ class Variant(_Record):
     invariance: Invariance
 
 
-class Model(_Record):
+class Model(_Record, frozen=True):
     """A target or draft model: its shape and its variants by name."""
 
     spec: ModelSpec
     variants: dict[str, Variant]
 
 
-class NgramDrafter(_Record, tag="ngram", tag_field="method"):
+class NgramDrafter(_Record, frozen=True, tag="ngram", tag_field="method"):
     """Prompt lookup; needs no model."""
 
 
-class ModelDrafter(_Record, tag="model", tag_field="method"):
+class ModelDrafter(_Record, frozen=True, tag="model", tag_field="method"):
     """A draft model with its own cache. `shared_vocab`: ids below it mean the same string in both models."""
 
     model: Model
     shared_vocab: _Count
 
 
-class Tokenizer(_Record):
+class Tokenizer(_Record, frozen=True):
     """What the runtime needs beside `tokenizer.json` and `chat_template.jinja`.
 
     `special_tokens` are the strings that the chat template may name (`bos_token`, `eos_token`, ...).
@@ -89,7 +89,7 @@ class Tokenizer(_Record):
     has_chat_template: bool
 
 
-class Limits(_Record):
+class Limits(_Record, frozen=True):
     """Largest batch (rows), length (tokens of a row) and tree (nodes of a chunk) that the bundle's engines take."""
 
     max_batch: _Count
@@ -97,7 +97,7 @@ class Limits(_Record):
     max_tree: _Count
 
 
-class Source(_Record):
+class Source(_Record, frozen=True):
     """Where the weights came from: a name and a format, no path of the exporting machine."""
 
     name: str
@@ -105,7 +105,7 @@ class Source(_Record):
     family: str
 
 
-class Manifest(_Record):
+class Manifest(_Record, frozen=True):
     """Everything in `specdec.json`."""
 
     schema_version: int

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort  # noqa: TID253 - this module is the ONNX Runtime boundary, imported only by the registry
 
-from specdec.engines.base import Capabilities
+from specdec.engines.base import Capabilities, KVBuffers
 from specdec.engines.contract import (
     CHUNK_INPUTS,
     LOGITS,
@@ -35,6 +35,7 @@ class OrtKV:
         self._shape = (rows, spec.num_kv_heads, capacity, spec.head_dim)
         self._dtype = np.dtype(spec.dtype)
         self._count = 2 * spec.num_layers
+        self._scratch = np.empty(0, self._dtype)
         self._host: list[np.ndarray] = []  # CPU only: the arrays that own the memory
         self._values: list[ort.OrtValue] = []
         self._install([np.zeros(self._shape, self._dtype) for _ in range(self._count)])
@@ -84,6 +85,13 @@ class OrtKV:
         row_bytes = int(np.prod(self._shape[1:])) * self._dtype.itemsize
         return int(self._values[index].data_ptr()) + first_row * row_bytes
 
+    def logits_memory(self, shape: tuple[int, ...]) -> FloatArray:
+        """Host memory for the logits of one pass, reused by the next (fresh pages would cost more than the copy)."""
+        size = int(np.prod(shape))
+        if self._scratch.size < size:
+            self._scratch = np.empty(size, self._dtype)
+        return self._scratch[:size].reshape(shape)
+
     def _read(self, index: int) -> np.ndarray:
         if self._device == "cpu":
             return self._host[index]
@@ -104,7 +112,6 @@ class OrtEngine:
         self.capabilities = Capabilities(device=f"ONNX Runtime {ort.__version__}, {provider}")
         self._device = provider
         self._dtype = np.dtype(spec.dtype)
-        self._scratch = np.empty(0, self._dtype)  # the logits of the last call
         self._session: ort.InferenceSession | None = _open_session(graph, provider, threads)
         self._past, self._present = list(past_names(spec.num_layers)), list(present_names(spec.num_layers))
         _check_contract(self._session, spec, self._past, self._present)
@@ -118,18 +125,17 @@ class OrtEngine:
             need = self.spec.kv_bytes(rows, capacity) / 2**20
             raise EngineError(f"a cache of {rows} rows x {capacity} slots needs {need:.0f} MiB: not available") from exc
 
-    def step(self, chunk: Chunk, kv: OrtKV, first_row: int = 0) -> FloatArray:
+    def step(self, chunk: Chunk, kv: KVBuffers, first_row: int = 0) -> FloatArray:
         """See `Engine.step`."""
         session = self._open()
+        if not isinstance(kv, OrtKV):
+            raise ContractError(f"an ONNX Runtime engine takes the buffers that it allocates, not {type(kv).__name__}")
         chunk.validate(self.spec, kv.rows - first_row, kv.capacity)
         binding = self._binding(session, kv, first_row, chunk.rows)
         for name in CHUNK_INPUTS:
             binding.bind_cpu_input(name, getattr(chunk, name))
         shape = (*chunk.logit_indices.shape, self.spec.logits_size)  # [B, N, V]
-        size = int(np.prod(shape))
-        if self._scratch.size < size:
-            self._scratch = np.empty(size, self._dtype)
-        logits = self._scratch[:size].reshape(shape)
+        logits = kv.logits_memory(shape)
         binding.bind_output(LOGITS, "cpu", 0, self._dtype.type, shape, logits.ctypes.data)
         try:
             session.run_with_iobinding(binding)

@@ -1,1 +1,4 @@
 """Drafters: what proposes token trees for the target to verify."""
+
+NGRAM_TOKENS = 7
+MODEL_TOKENS = 4

@@ -1,0 +1,36 @@
+"""What a drafter must do. A drafter proposes; it never decides what is emitted."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from specdec.runtime.request import Row
+from specdec.runtime.tree import TokenTree
+
+
+class Drafter(Protocol):
+    """Proposes token trees for the active rows; its own state per row follows the target's rows by index."""
+
+    @property
+    def seconds(self) -> float:
+        """Time spent drafting so far, in seconds."""
+        ...
+
+    def admit(self, row: Row) -> None:
+        """Open state for the next row index; `row.tokens` is its prompt."""
+        ...
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+        """Propose one tree per row, of at most `limits[i]` nodes; an empty tree is a fine proposal.
+
+        Changes no row. A tree's `q` is the distribution that its tokens were drawn from, with the request's own
+        pipeline, or None when they were chosen deterministically.
+        """
+        ...
+
+    def commit(self, index: int, row: Row, kept: int) -> None:
+        """Learn that the target kept the first `kept` nodes of row `index`'s last proposal; `row` is up to date."""
+        ...
+
+    def release(self, index: int) -> None:
+        """Close row `index`; the last row takes its index."""
+        ...

@@ -1,0 +1,99 @@
+"""A model and what its rows hold: cache buffers, committed lengths, prefill, one pass over all rows.
+
+Rows 0 .. n-1 are active. A row's cache is what lies below `lens[row]`: committing adds to that number, rejecting adds
+less, nothing is copied. A row that leaves is replaced by the last one. Used alike for target and draft; this module
+does not know who proposes or accepts.
+"""
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+
+from specdec.engines.base import Engine, KVBuffers, capacity_bucket
+from specdec.engines.contract import FloatArray
+from specdec.runtime.tree import RowInput, pack
+
+PREFILL_WIDTH = 256  # tokens of a prefill pass; wider gains nothing on a CPU and holds more activations
+
+
+class CachedModel:
+    """One engine with the cache of up to `max_rows` rows.
+
+    `min_width`: fewest positions of a pass; 2 keeps the bits of an engine whose one-token kernels differ (`exact`).
+    `seconds`: time spent in the engine so far.
+    """
+
+    def __init__(self, engine: Engine, *, max_rows: int, min_width: int) -> None:
+        self.engine = engine
+        self.max_rows = max_rows
+        self.min_width = min_width
+        self.rows = 0
+        self.lens = np.zeros(max_rows, np.int64)  # committed tokens of each row
+        self.seconds = 0.0
+        self._kv: KVBuffers | None = None
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that a row can hold."""
+        return self.engine.spec.max_length
+
+    @property
+    def kv(self) -> KVBuffers | None:
+        """The buffers in use, None before the first row."""
+        return self._kv
+
+    def add_row(self) -> int:
+        """Open the next row, empty; return its index."""
+        if self.rows == self.max_rows:
+            raise ValueError(f"all {self.max_rows} rows are in use")
+        self.lens[self.rows] = 0
+        self.rows += 1
+        return self.rows - 1
+
+    def drop_row(self, row: int) -> None:
+        """Close `row`; the last row takes its index."""
+        last = self.rows - 1
+        if row != last and self._kv is not None:
+            self._kv.move_row(last, row, int(self.lens[last]))
+            self.lens[row] = self.lens[last]
+        self.rows = last
+
+    def prefill(self, row: int, tokens: Sequence[int]) -> None:
+        """Commit `tokens` to `row`, in passes of `PREFILL_WIDTH` that leave the other rows alone."""
+        for start in range(0, len(tokens), PREFILL_WIDTH):
+            part = tokens[start : start + PREFILL_WIDTH]
+            self._run([RowInput(part, 0)], row)
+            self.lens[row] += len(part)
+
+    def step(self, inputs: Sequence[RowInput]) -> list[FloatArray]:
+        """Score one input per active row in one pass; commits nothing.
+
+        Returns, per row, logits [row.logits, V], valid until the next pass.
+        """
+        if len(inputs) != self.rows:
+            raise ValueError(f"{len(inputs)} inputs for {self.rows} rows")
+        logits = self._run(inputs, 0)
+        return [logits[b, : row.logits] for b, row in enumerate(inputs)]
+
+    def commit(self, row: int, count: int) -> None:
+        """Keep the first `count` tokens that the last pass wrote to `row` (a chain, or a tree's first branch)."""
+        self.lens[row] += count
+
+    def _run(self, inputs: Sequence[RowInput], first_row: int) -> FloatArray:
+        past = self.lens[first_row : first_row + len(inputs)]
+        chunk = pack(inputs, past, self.min_width, self.max_length)
+        kv = self._reserve(int(past.max()) + chunk.width)
+        started = perf_counter()
+        logits = self.engine.step(chunk, kv, first_row)
+        self.seconds += perf_counter() - started
+        return logits
+
+    def _reserve(self, slots: int) -> KVBuffers:
+        """Make the buffers hold all active rows and `slots` slots; what is committed stays."""
+        if self._kv is None:
+            self._kv = self.engine.allocate(self.rows, capacity_bucket(slots))
+        elif self.rows > self._kv.rows or slots > self._kv.capacity:
+            capacity = max(self._kv.capacity, capacity_bucket(slots))
+            self._kv.grow(max(self.rows, self._kv.rows), capacity, int(self.lens[: self.rows].max()))
+        return self._kv

@@ -1,0 +1,231 @@
+"""`LLM`: load a bundle, generate text. What applications call.
+
+    llm = LLM("bundle")
+    llm.generate(["..."], SamplingParams(max_new_tokens=64))   # a batch, in order
+    for delta in llm.stream("...", SamplingParams()): ...      # as it comes
+
+This module wires bundle, engines, drafter and scheduler together; the algorithm is `scheduler.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from specdec.engines.base import Engine
+from specdec.engines.contract import ModelSpec
+from specdec.engines.errors import BundleError, RequestError
+from specdec.engines.manifest import Model, ModelDrafter, read_manifest, verify_files
+from specdec.engines.registry import EngineConfig, open_engine
+from specdec.runtime import drafters
+from specdec.runtime.drafters.base import Drafter
+from specdec.runtime.drafters.model import ModelDrafter as DraftModel
+from specdec.runtime.drafters.ngram import NgramDrafter
+from specdec.runtime.kv import CachedModel
+from specdec.runtime.request import FinishReason, RequestOutput, Row
+from specdec.runtime.sampling import SamplingParams
+from specdec.runtime.scheduler import Scheduler
+from specdec.runtime.text import Message, TextCodec
+
+EXACT_WIDTH = 2  # positions of the narrowest pass that keeps an engine's bits (docs/lossless.md)
+
+Prompt = str | Sequence[int]
+Mode = Literal["exact", "fast"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How to speculate; field names as in vLLM.
+
+    `method`: a drafter of the bundle, `auto` (its first one), or None for plain decoding. `num_speculative_tokens`:
+    most draft tokens a round (None: the method's default). `prompt_lookup_min` and `prompt_lookup_max`: tokens that an
+    n-gram match has at least, and at most before it is extended.
+    """
+
+    method: str | None = "auto"
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int = 1
+    prompt_lookup_max: int = 4
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
+            raise RequestError(
+                f"num_speculative_tokens must be at least 1, not {self.num_speculative_tokens} (method None is plain)"
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise RequestError(
+                "prompt_lookup_min and prompt_lookup_max must be at least 1 and in order, "
+                f"not {self.prompt_lookup_min} and {self.prompt_lookup_max}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a round added to one answer. `output` is set on the last one."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    output: RequestOutput | None
+
+
+class LLM:
+    """A bundle, loaded. Calls from several threads are independent of each other.
+
+    `mode`: `exact` carries at least two positions in every pass, so that speculation, batching and prefill change no
+    bit of the logits; `fast` allows passes of one token, which are cheaper and whose logits differ in the last bits
+    (more when quantized). Default: `exact` where the variant's invariance gate passed at export, else `fast`.
+    `verify`: compare every file's SHA-256 with the manifest (about a second per GB).
+
+    Raises `BundleError`, `EngineError`, `RequestError` (an option that the bundle cannot fulfil).
+    """
+
+    def __init__(
+        self,
+        bundle: str | Path,
+        *,
+        speculative: SpeculativeConfig | None = None,
+        variant: str | None = None,
+        mode: Mode | None = None,
+        engine: EngineConfig | None = None,
+        verify: bool = True,
+    ) -> None:
+        self.bundle = Path(bundle)
+        self.manifest = read_manifest(self.bundle)
+        self.speculative = speculative or SpeculativeConfig()
+        self.method = self._choose_method()
+        if verify:
+            verify_files(self.bundle, self.manifest)
+        chosen = _pick(self.manifest.target, variant, "target")
+        gate = self.manifest.target.variants[chosen].invariance.exact
+        if mode == "exact" and not gate:
+            raise RequestError(f"variant {chosen} failed its invariance gate at export: mode exact is not to be had")
+        self.mode: Mode = mode or ("exact" if gate else "fast")
+        self.text = TextCodec(self.bundle, self.manifest.tokenizer)
+        self._engines: dict[str, Engine] = {}
+        self._engine_config = engine
+        self._target = self._open(self.manifest.target, chosen)
+        record = self.manifest.drafters.get(self.method) if self.method else None
+        self._draft_record = record if isinstance(record, ModelDrafter) else None
+        self._draft = self._open(record.model, None) if isinstance(record, ModelDrafter) else None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Shape of the target."""
+        return self._target.spec
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
+        """Generate for one prompt or a list of prompts (text or token ids); a list runs as one batch.
+
+        Returns the outputs in the order of the prompts. Raises `RequestError` for an invalid prompt, before any work.
+        """
+        rows = [self._row(prompt, params or SamplingParams()) for prompt in _as_batch(prompts)]
+        scheduler = self._scheduler(len(rows))
+        for row in rows:
+            scheduler.submit(row)
+        while scheduler.busy:
+            scheduler.step()
+        return [row.output() for row in rows]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Generate for one prompt; yield what every round adds. An invalid prompt raises right here."""
+        row = self._row(prompt, params or SamplingParams())
+        scheduler = self._scheduler(1)
+        scheduler.submit(row)
+        return self._deltas(row, scheduler)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, through the bundle's chat template, ready for `generate`."""
+        return self.text.encode(self.text.render_chat(messages), special=False)
+
+    def close(self) -> None:
+        """Release the engines."""
+        for engine in self._engines.values():
+            engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _deltas(self, row: Row, scheduler: Scheduler) -> Iterator[Delta]:
+        while scheduler.busy:
+            known = len(row.tokens)
+            scheduler.step()
+            reason = row.finish_reason
+            text = row.stream.delta(last=reason is not None)
+            yield Delta(text, tuple(row.tokens[known:]), reason, row.output() if reason else None)
+
+    def _choose_method(self) -> str | None:
+        method, known = self.speculative.method, list(self.manifest.drafters)
+        if method == "auto":
+            return known[0] if known else None
+        if method is not None and method not in known:
+            raise RequestError(f"this bundle has no drafter {method!r}: choose one of {', '.join(['auto', *known])}")
+        return method
+
+    def _open(self, model: Model, variant: str | None) -> Engine:
+        """Open a model's graph; the same graph (a target that drafts for itself) is loaded once."""
+        graph = model.variants[_pick(model, variant, "draft")].graph
+        if graph not in self._engines:
+            self._engines[graph] = open_engine(self.bundle / graph, model.spec, self._engine_config)
+        return self._engines[graph]
+
+    def _scheduler(self, requests: int) -> Scheduler:
+        rows = min(requests, self.manifest.limits.max_batch)
+        width = EXACT_WIDTH if self.mode == "exact" else 1
+        return Scheduler(CachedModel(self._target, max_rows=rows, min_width=width), self._drafter(rows, width))
+
+    def _drafter(self, rows: int, width: int) -> Drafter | None:
+        config = self.speculative
+        if self._draft is not None and self._draft_record is not None:
+            count = config.num_speculative_tokens or drafters.MODEL_TOKENS
+            model = CachedModel(self._draft, max_rows=rows, min_width=width)
+            return DraftModel(model, count, self.spec.vocab_size, self._draft_record.shared_vocab)
+        if self.method == "ngram":
+            count = config.num_speculative_tokens or drafters.NGRAM_TOKENS
+            return NgramDrafter(count, config.prompt_lookup_min, config.prompt_lookup_max, always=width > 1)
+        return None
+
+    def _row(self, prompt: Prompt, params: SamplingParams) -> Row:
+        """Check a prompt and make it a row."""
+        spec, limit = self.spec, self.manifest.limits.max_length
+        params.check_vocabulary(spec.vocab_size)
+        tokens = self.text.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt)
+        if not tokens:
+            raise RequestError("the prompt is empty: it must have at least one token")
+        for token in tokens:
+            if not 0 <= token < spec.vocab_size:
+                raise RequestError(f"token id {token} is outside the vocabulary of {spec.vocab_size}")
+        if len(tokens) >= limit:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; with a context of {limit}, at most {limit - 1} fit"
+            )
+        eos = frozenset(self.manifest.tokenizer.eos_token_ids)
+        return Row(tuple(tokens), params, self.text.stream(params.stop), eos, limit)
+
+
+def _pick(model: Model, variant: str | None, what: str) -> str:
+    """Return the variant's name: the one asked for, or the first."""
+    if variant is not None and variant not in model.variants:
+        raise RequestError(f"the {what} has no variant {variant!r}: choose one of {', '.join(model.variants)}")
+    if not model.variants:
+        raise BundleError(f"the manifest lists no variant of the {what}; export the bundle again")
+    return variant or next(iter(model.variants))
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of integers is one prompt of token ids; any other list is a batch."""
+    if isinstance(prompts, str):
+        return [prompts]
+    batch: list[Prompt] = []
+    tokens: list[int] = []
+    for item in prompts:
+        if isinstance(item, int):
+            tokens.append(item)
+        else:
+            batch.append(item)
+    if tokens and batch:
+        raise RequestError("a list of prompts holds texts or lists of token ids, not single token ids")
+    return [tokens] if tokens else batch

@@ -1,0 +1,148 @@
+"""One request and its row: tokens, text, chance, what it counted, and when it ends.
+
+A row's `tokens` are prompt and answer; the last one is pending (emitted, not in the target's cache). This module
+decides where an accepted block is cut (end token, stop string, length); it does not know how the block came to be.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal
+
+from specdec.engines.contract import FloatArray
+from specdec.runtime import sampling
+from specdec.runtime.accept import RandomDice
+from specdec.runtime.sampling import Logprob, SamplingParams
+from specdec.runtime.text import TextStream
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(slots=True)
+class Stats:
+    """What one request cost. Token counts are of emitted tokens: new_tokens = draft_tokens_accepted + bonus_tokens.
+
+    `rounds`: target passes after the prompt. `bonus_tokens`: those that the target added itself, at most one a round.
+    Times are milliseconds of wall clock. `ttft_ms` runs from submission to the first token. Rounds split into target
+    engine, draft and host (packing, sampling, acceptance, text); rows of a batch share them.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    rounds: int = 0
+    draft_tokens_proposed: int = 0
+    draft_tokens_accepted: int = 0
+    bonus_tokens: int = 0
+    ttft_ms: float = 0.0
+    prefill_ms: float = 0.0
+    target_ms: float = 0.0
+    draft_ms: float = 0.0
+    host_ms: float = 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """τ: tokens per target pass, the target's own token included."""
+        return self.new_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / proposed draft tokens."""
+        return self.draft_tokens_accepted / self.draft_tokens_proposed if self.draft_tokens_proposed else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed: new tokens over the time of their rounds."""
+        seconds = (self.target_ms + self.draft_ms + self.host_ms) / 1000
+        return self.new_tokens / seconds if seconds > 0 else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the figures under the names of the command line's JSON."""
+        names = ("prompt_tokens", "new_tokens", "rounds", "draft_tokens_proposed", "draft_tokens_accepted",
+                 "bonus_tokens", "mean_accepted_length", "acceptance_rate", "ttft_ms", "tokens_per_second",
+                 "prefill_ms", "target_ms", "draft_ms", "host_ms")  # fmt: skip
+        return {name: round(value, 4) if isinstance(value := getattr(self, name), float) else value for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[Logprob, ...] | None
+    stats: Stats
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A running request."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stream: TextStream
+    eos_token_ids: frozenset[int]
+    max_length: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stats: Stats = field(default_factory=Stats)
+    dice: RandomDice = field(init=False)
+    _started: float = field(default_factory=perf_counter)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.dice = RandomDice(self.params.seed)
+        self.stats.prompt_tokens = len(self.prompt)
+
+    @property
+    def pending(self) -> int:
+        """The token that the target has not seen yet."""
+        return self.tokens[-1]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted, by the request's limit and the end of the context."""
+        return min(self.params.max_new_tokens - self.stats.new_tokens, self.max_length - len(self.tokens))
+
+    def emit(self, block: Sequence[int], logits: FloatArray) -> None:
+        """Append a round's tokens until one of them ends the request; what comes after it is dropped.
+
+        block: accepted draft tokens and the target's own; logits [len(block), V] are those they were chosen from.
+        """
+        for index, token in enumerate(block):
+            if self.params.logprobs is not None:
+                self.logprobs.append(sampling.logprob(logits[index], self.tokens, self.params, token))
+            self.tokens.append(token)
+            self.stats.new_tokens += 1
+            if index < len(block) - 1:
+                self.stats.draft_tokens_accepted += 1
+            else:
+                self.stats.bonus_tokens += 1
+            self.finish_reason = self._end(token)
+            if self.finish_reason:
+                break
+        self.stats.ttft_ms = self.stats.ttft_ms or (perf_counter() - self._started) * 1000
+        if self.finish_reason:
+            self.stream.finish()
+
+    def output(self) -> RequestOutput:
+        """Return the finished request."""
+        assert self.finish_reason is not None
+        return RequestOutput(
+            prompt_token_ids=self.prompt,
+            token_ids=tuple(self.tokens[len(self.prompt) :]),
+            text=self.stream.text,
+            finish_reason=self.finish_reason,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            stats=self.stats,
+        )
+
+    def _end(self, token: int) -> FinishReason | None:
+        if token in self.eos_token_ids and not self.params.ignore_eos:
+            return "stop"
+        self.stream.push(token)
+        if self.stream.stopped:
+            return "stop"
+        return "length" if self.remaining <= 0 else None

@@ -1,0 +1,122 @@
+"""Text at the edges: the bundle's tokenizer and chat template, incremental detokenization, stop strings.
+
+Templates run in jinja2's sandbox, since they come with checkpoints. This module knows strings and token ids; what
+chose the ids is not its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.engines.errors import BundleError, RequestError
+from specdec.engines.manifest import Tokenizer as TokenizerRecord
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class TextCodec:
+    """Tokenizer and chat template of a bundle."""
+
+    def __init__(self, bundle: Path, record: TokenizerRecord) -> None:
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
+        except Exception as exc:  # tokenizers raises bare Exception
+            raise BundleError(f"{bundle}/tokenizer.json cannot be read: {exc}") from exc
+        template = bundle / "chat_template.jinja"
+        self._record = record
+        self._template = template.read_text(encoding="utf-8") if record.has_chat_template else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` works."""
+        return self._template is not None
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of `text`; `special` adds what the tokenizer adds around a text (such as a begin token)."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """Render `messages` and the opening of the answer through the bundle's chat template."""
+        if self._template is None:
+            raise RequestError("this bundle has no chat template: use raw prompts (--raw)")
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise RequestError(f"the chat template refuses these messages: {message}")
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = refuse
+        try:
+            template = environment.from_string(self._template)
+            return template.render(messages=messages, add_generation_prompt=True, **self._record.special_tokens)
+        except TemplateError as exc:
+            raise RequestError(f"the chat template fails on these messages: {exc}") from exc
+
+    def stream(self, stop: Sequence[str]) -> TextStream:
+        """Start the text of one answer."""
+        return TextStream(self._tokenizer, stop)
+
+
+class TextStream:
+    """Text of one answer, token by token. Text that could still become part of a stop string is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer = tokenizer
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._stop = stop
+        self._ids: list[int] = []
+        self._emitted = 0  # characters handed out
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> None:
+        """Add one token; `stopped` is set, and the text cut before it, when it completes a stop string."""
+        searched = len(self.text)
+        self._ids.append(token)
+        self.text += self._decoder.step(self._tokenizer, token) or ""
+        self._cut(searched)
+
+    def finish(self) -> None:
+        """Add what the decoder held back (an unfinished character), unless a stop string has cut the text."""
+        if not self.stopped:
+            searched, whole = len(self.text), self._tokenizer.decode(self._ids, skip_special_tokens=True)
+            if whole.startswith(self.text):
+                self.text = whole
+            self._cut(searched)
+
+    def delta(self, *, last: bool) -> str:
+        """Return text that is not handed out yet and is certain (all of it when `last`)."""
+        end = len(self.text) if last or self.stopped else len(self.text) - self._undecided()
+        delta = self.text[self._emitted : end]
+        self._emitted = max(end, self._emitted)
+        return delta
+
+    def _cut(self, searched: int) -> None:
+        """Cut at the first stop string that ends after `searched` characters."""
+        found = [(self.text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stop]
+        ends = [position for position, _ in found if position >= 0]
+        if ends:
+            self.text = self.text[: min(ends)]
+            self.stopped = True
+
+    def _undecided(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=0) - 1
+        for length in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in self._stop):
+                return length
+        return 0
