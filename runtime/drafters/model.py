@@ -19,7 +19,8 @@ from specdec.runtime.tree import RowInput, TokenTree
 class ModelDrafter:
     """Drafts chains of up to `num_tokens` with `model`.
 
-    `vocab_size`: ids of the target. `shared_vocab`: ids below it mean the same in both models; no other is drafted.
+    `vocab_size`: ids of the target. `shared_vocab`: ids below it mean the same in both models; no other is drafted, and
+    where the text holds one, the draft model is given id 0 in its place (a draft may be poor, it cannot be wrong).
     A row that outgrows the draft's context is no longer drafted for.
     """
 
@@ -40,7 +41,7 @@ class ModelDrafter:
         index = self._model.add_row()
         self._drafted.append(0)
         if self._fits(row, 0):
-            self._model.prefill(index, row.tokens[:-1])
+            self._model.prefill(index, self._known(row.tokens[:-1]))
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """See `Drafter.propose`: one pass per token, all rows together."""
@@ -53,7 +54,7 @@ class ModelDrafter:
             for index, row in enumerate(rows):
                 active = depth < counts[index]
                 unseen = row.tokens[int(model.lens[index]) :] if depth == 0 else tokens[index][-1:]
-                feeds.append(RowInput(unseen if active else (), int(active)))
+                feeds.append(RowInput(self._known(unseen) if active else (), int(active)))
             for index, logits in enumerate(model.step(feeds)):
                 if depth < counts[index]:
                     model.commit(index, len(feeds[index].tokens))
@@ -78,6 +79,9 @@ class ModelDrafter:
         self._model.drop_row(index)
         self._drafted[index] = self._drafted[-1]
         self._drafted.pop()
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        return [token if token < self._shared_vocab else 0 for token in tokens]
 
     def _count(self, row: Row, limit: int) -> int:
         count = min(self._num_tokens, limit)

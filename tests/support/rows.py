@@ -1,0 +1,51 @@
+"""Requests on the fake engine: a tokenizer whose text is the token ids, rows, schedulers, expected answers."""
+
+from functools import cache
+
+from tokenizers import Tokenizer, decoders, models
+
+from specdec.runtime.drafters.base import Drafter
+from specdec.runtime.kv import CachedModel
+from specdec.runtime.request import Row
+from specdec.runtime.sampling import SamplingParams, scores
+from specdec.runtime.scheduler import Scheduler
+from specdec.runtime.text import TextStream
+from support.fake_engine import FakeEngine
+
+
+@cache
+def letters(vocab_size: int = 64) -> Tokenizer:
+    """Token i is written chr(97 + i): 0 is "a", 1 is "b", ..."""
+    tokenizer = Tokenizer(models.WordLevel({chr(97 + i): i for i in range(vocab_size)}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def make_row(prompt: list[int], *, eos: tuple[int, ...] = (), max_length: int = 64, **params: object) -> Row:
+    sampling = SamplingParams(**params)
+    stream = TextStream(letters(), sampling.stop)
+    return Row(tuple(prompt), sampling, stream, frozenset(eos), max_length)
+
+
+def run(scheduler: Scheduler, *rows: Row) -> list[list[int]]:
+    """Run the rows together; return what each generated."""
+    for row in rows:
+        scheduler.submit(row)
+    while scheduler.busy:
+        scheduler.step()
+    return [row.tokens[len(row.prompt) :] for row in rows]
+
+
+def make_scheduler(
+    target: FakeEngine, drafter: Drafter | None = None, *, max_rows: int = 4, min_width: int = 2
+) -> Scheduler:
+    return Scheduler(CachedModel(target, max_rows=max_rows, min_width=min_width), drafter)
+
+
+def greedy(engine: FakeEngine, prompt: list[int], count: int, **params: object) -> list[int]:
+    """What plain greedy decoding must give, straight from the engine's definition."""
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = engine.logits_after(tokens)[: engine.spec.vocab_size]
+        tokens.append(int(scores(logits, tokens, SamplingParams(**params)).argmax()))
+    return tokens[len(prompt) :]

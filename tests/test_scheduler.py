@@ -1,0 +1,251 @@
+"""The round, on an engine that raises when a stale, foreign or padded slot is read."""
+
+import numpy as np
+import pytest
+
+from specdec.runtime.drafters.base import Drafter
+from specdec.runtime.drafters.model import ModelDrafter
+from specdec.runtime.drafters.ngram import NgramDrafter
+from specdec.runtime.kv import CachedModel
+from specdec.runtime.tree import TokenTree
+from support.fake_engine import FakeEngine, fake_spec
+from support.rows import greedy, make_row, make_scheduler, run
+
+VOCAB = 8
+
+
+def target(**options: object) -> FakeEngine:
+    return FakeEngine(fake_spec(VOCAB), order=2, min_width=2, **options)
+
+
+def drafter_of(kind: str, *, num_tokens: int = 3, max_rows: int = 4) -> Drafter | None:
+    if kind == "plain":
+        return None
+    if kind == "ngram":
+        return NgramDrafter(num_tokens, 1, 4, always=True)
+    engine = {
+        "self": target(),
+        "other": FakeEngine(fake_spec(VOCAB), seed=7, order=1),
+        "narrow": FakeEngine(fake_spec(5), seed=7, order=1),  # fewer tokens than the target
+        "wide": FakeEngine(fake_spec(VOCAB, logits_size=12), seed=7, order=1),  # logits wider than the vocabulary
+        "short": FakeEngine(fake_spec(VOCAB, max_length=12), order=2),  # a context that ends before the target's
+    }[kind]
+    model = CachedModel(engine, max_rows=max_rows, min_width=2)
+    return ModelDrafter(model, num_tokens, VOCAB, min(VOCAB, engine.spec.vocab_size))
+
+
+KINDS = ["plain", "ngram", "self", "other", "narrow", "wide", "short"]
+PROMPTS = [[1, 2, 3, 1, 2], [5], [7, 7, 7, 7, 7, 7, 7, 0], [4, 3]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_greedy_is_the_targets_own_text(kind: str, penalty: float) -> None:
+    for prompt in PROMPTS:
+        row = make_row(prompt, max_new_tokens=20, repetition_penalty=penalty)
+        got = run(make_scheduler(target(), drafter_of(kind)), row)[0]
+        assert got == greedy(target(), prompt, 20, repetition_penalty=penalty)
+        assert row.finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_rows", [1, 2, 4])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_batch_gives_each_row_what_it_gets_alone(kind: str, max_rows: int, temperature: float) -> None:
+    """Ragged prompts and lengths: rows join late, leave early and change places."""
+
+    def rows() -> list:
+        return [
+            make_row(prompt, max_new_tokens=count, temperature=temperature, seed=i)
+            for i, (prompt, count) in enumerate(zip(PROMPTS * 2, (3, 20, 7, 1, 12, 2, 9, 16), strict=True))
+        ]
+
+    alone = [run(make_scheduler(target(), drafter_of(kind)), row)[0] for row in rows()]
+    assert run(make_scheduler(target(), drafter_of(kind, max_rows=max_rows), max_rows=max_rows), *rows()) == alone
+
+
+def test_the_target_as_its_own_draft_is_accepted_to_the_last_token() -> None:
+    row = make_row([1, 2, 3], max_new_tokens=17)
+    run(make_scheduler(target(), drafter_of("self")), row)
+    assert row.stats.rounds == 5  # 4 + 4 + 4 + 4 + 1
+    assert row.stats.draft_tokens_accepted == row.stats.draft_tokens_proposed == 12
+    assert row.stats.bonus_tokens == 5
+    assert row.stats.mean_accepted_length == 17 / 5
+
+
+def test_one_target_pass_a_round_and_never_one_position() -> None:
+    engine = target()
+    row = make_row([1, 2, 3, 4], max_new_tokens=10)
+    run(make_scheduler(engine, drafter_of("other")), row)
+    assert len(engine.widths) == 1 + row.stats.rounds  # the prompt's pass, then one a round
+    assert min(engine.widths) >= 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_add_up(kind: str) -> None:
+    row = make_row([1, 2, 1, 2, 1], max_new_tokens=23)
+    run(make_scheduler(target(), drafter_of(kind)), row)
+    stats = row.stats
+    assert stats.new_tokens == 23 == stats.draft_tokens_accepted + stats.bonus_tokens
+    assert stats.bonus_tokens <= stats.rounds
+    assert stats.draft_tokens_accepted <= stats.draft_tokens_proposed
+    assert stats.prompt_tokens == 5
+    if kind == "plain":
+        assert (stats.rounds, stats.draft_tokens_proposed) == (23, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [62, 63])
+def test_the_end_of_the_context_narrows_the_draft(kind: str, length: int) -> None:
+    prompt = [int(t) for t in np.random.default_rng(0).integers(0, VOCAB, length - 5)]
+    row = make_row(prompt, max_length=64, max_new_tokens=1000)
+    got = run(make_scheduler(target(), drafter_of(kind)), row)[0]
+    assert len(prompt) + len(got) == 64
+    assert got == greedy(target(), prompt, 64 - len(prompt))
+    assert row.finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_leaves_one_slot(kind: str) -> None:
+    prompt = [1] * 63
+    assert run(make_scheduler(target(), drafter_of(kind)), make_row(prompt)) == [greedy(target(), prompt, 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_end_token_inside_an_accepted_block_ends_the_text(kind: str) -> None:
+    whole = greedy(target(), [1, 2, 3], 20)
+    eos = whole[9]
+    row = make_row([1, 2, 3], eos=(eos,), max_new_tokens=20)
+    got = run(make_scheduler(target(), drafter_of(kind, num_tokens=6)), row)[0]
+    assert got == whole[: whole.index(eos) + 1]
+    assert row.finish_reason == "stop"
+    assert row.stats.new_tokens == len(got)
+    ignored = make_row([1, 2, 3], eos=(eos,), max_new_tokens=20, ignore_eos=True)
+    assert run(make_scheduler(target(), drafter_of(kind)), ignored)[0] == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_string_inside_an_accepted_block_ends_the_text(kind: str) -> None:
+    whole = greedy(target(), [1, 2, 3], 20)
+    text = "".join(chr(97 + token) for token in whole)
+    stop = text[7:10]  # spans three tokens
+    end = text.index(stop)
+    row = make_row([1, 2, 3], stop=(stop,), max_new_tokens=20)
+    got = run(make_scheduler(target(), drafter_of(kind, num_tokens=6)), row)[0]
+    assert row.stream.text == text[:end]
+    assert got == whole[: end + 3]
+    assert row.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("kind", ["ngram", "self", "other", "narrow"])
+def test_sampled_text_is_distributed_as_the_targets(kind: str) -> None:
+    """χ² of the first three sampled tokens against the exact joint distribution; draft and target in the loop."""
+    from scipy.stats import chisquare
+
+    engine = FakeEngine(fake_spec(4), order=2, sharpness=1.0, min_width=2)
+    params = {"temperature": 0.8, "repetition_penalty": 1.3, "max_new_tokens": 3}
+    draft = {
+        "self": FakeEngine(fake_spec(4), order=2, sharpness=1.0),
+        "other": FakeEngine(fake_spec(4), seed=5, order=2, sharpness=1.0),
+        "narrow": FakeEngine(fake_spec(3), seed=5, order=1, sharpness=1.0),
+    }
+    expected = joint(engine, [1, 2, 1], 3, **params)
+    counts = dict.fromkeys(expected, 0)
+    samples = 4000
+    for seed in range(0, samples, 50):
+        if kind == "ngram":
+            drafter: Drafter = NgramDrafter(3, 1, 3, always=True)
+        else:
+            model = CachedModel(draft[kind], max_rows=50, min_width=2)
+            drafter = ModelDrafter(model, 2, 4, draft[kind].spec.vocab_size)
+        rows = [make_row([1, 2, 1], seed=seed + i, **params) for i in range(50)]
+        for tokens in run(make_scheduler(engine, drafter, max_rows=50), *rows):
+            counts[tuple(tokens)] += 1
+    observed = np.array([counts[key] for key in expected], float)
+    ideal = np.array(list(expected.values())) * samples
+    large = ideal >= 5
+    observed = np.append(observed[large], observed[~large].sum())
+    ideal = np.append(ideal[large], ideal[~large].sum())
+    assert chisquare(observed, ideal).pvalue > 1e-4
+
+
+def joint(engine: FakeEngine, prompt: list[int], depth: int, **params: float) -> dict[tuple[int, ...], float]:
+    """Exact joint distribution of plain sampling."""
+    from specdec.runtime.sampling import SamplingParams, probabilities
+
+    out: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(depth):
+        out = {
+            (*block, token): mass * p
+            for block, mass in out.items()
+            for token, p in enumerate(
+                probabilities(engine.logits_after([*prompt, *block]), [*prompt, *block], SamplingParams(**params))
+            )
+        }
+    return out
+
+
+def test_logprobs_are_the_same_with_and_without_speculation() -> None:
+    def logprobs(kind: str, temperature: float) -> list:
+        row = make_row([1, 2, 3], max_new_tokens=15, logprobs=3, temperature=temperature, seed=3, top_k=5)
+        run(make_scheduler(target(), drafter_of(kind)), row)
+        assert [entry.token_id for entry in row.logprobs] == row.tokens[3:]
+        return row.logprobs
+
+    assert logprobs("plain", 0.0) == logprobs("ngram", 0.0) == logprobs("self", 0.0) == logprobs("other", 0.0)
+    assert all(entry.logprob <= 0 for entry in logprobs("other", 1.0))
+
+
+def test_a_seed_repeats_the_text() -> None:
+    def text(seed: int, kind: str) -> list[int]:
+        row = make_row([1, 2, 3], max_new_tokens=15, temperature=1.0, seed=seed)
+        return run(make_scheduler(target(), drafter_of(kind)), row)[0]
+
+    for kind in ("plain", "ngram", "other"):
+        assert text(1, kind) == text(1, kind) != text(2, kind)
+
+
+def test_logits_wider_than_the_vocabulary_are_never_emitted() -> None:
+    engine = FakeEngine(fake_spec(4, logits_size=40), order=1, sharpness=0.1, min_width=2)
+    for temperature in (0.0, 5.0):
+        row = make_row([1, 2, 3], max_new_tokens=40, temperature=temperature, seed=0)
+        assert max(run(make_scheduler(engine, drafter_of("ngram")), row)[0]) < 4
+
+
+def test_branching_trees_are_refused() -> None:
+    class Branching(NgramDrafter):
+        def propose(self, rows, limits):
+            return [TokenTree((1, 2), (-1, -1)) for _ in rows]
+
+    with pytest.raises(ValueError, match="only chains"):
+        run(make_scheduler(target(), Branching(3, 1, 3, always=True)), make_row([1, 2]))
+
+
+class Leaky(CachedModel):
+    """Planted faults of the kind that the fake engine must notice."""
+
+    fault = ""
+
+    def commit(self, row: int, count: int) -> None:
+        super().commit(row, count + (self.fault == "commits one too many"))
+
+    def drop_row(self, row: int) -> None:
+        if self.fault == "leaves the row in place":
+            self.lens[row] = self.lens[self.rows - 1]
+            self.rows -= 1
+        else:
+            super().drop_row(row)
+
+
+@pytest.mark.parametrize("fault", ["commits one too many", "leaves the row in place"])
+def test_planted_faults_are_noticed(fault: str) -> None:
+    model = Leaky(target(), max_rows=4, min_width=2)
+    model.fault = fault
+    from specdec.runtime.scheduler import Scheduler
+
+    rows = [make_row([1, 2, 3], max_new_tokens=2), make_row([4, 5, 6, 7], max_new_tokens=20)]
+    try:
+        outputs = run(Scheduler(model, None), *rows)
+    except AssertionError:
+        return
+    assert outputs[1] != greedy(target(), [4, 5, 6, 7], 20)
