@@ -5,7 +5,7 @@ Parity compares with logits that were computed before the graph was written, so 
 engine loads. This module knows the `Engine` protocol, not a backend, and nothing of files.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from specdec.export.scoring import Path, Round, same_bits, score, soil
 PROBE_TOKENS = 64  # length of the text that is scored over and over
 LONGEST_WINDOW = 1024  # a sliding window up to this is crossed by a real text; a longer one costs minutes
 CAPACITIES = (96, 160)
+REFERENCE_BATCH = 8  # sequences of one PyTorch pass: its logits stay below 0.3 GB with the largest vocabularies
 THREADS = (2, 1)
 
 # Largest logit difference to PyTorch, by dtype: absolute, and relative to the largest |logit| of the probe.
@@ -57,16 +58,27 @@ def reference(model: Any, tokens: Sequence[int], vocab_size: int) -> Reference:
     long_round = _beyond_window(tokens) if len(tokens) > PROBE_TOKENS else ()
     paths = {path for step in (*rounds, *long_round) for _, _, path in step.paths()}
     logits: dict[Path, FloatArray] = {}
-    for text in sorted(paths, key=len, reverse=True):
-        if text in logits:
-            continue
-        wanted = [length for length in range(1, len(text) + 1) if text[:length] in paths]
-        keep = torch.tensor([length - 1 for length in wanted])
+    for batch in _batches(paths):
+        width = len(batch[0])  # the longest; the others are padded behind their end, which a causal model ignores
+        wanted = {(row, length) for row, text in enumerate(batch) for length in _prefixes(text, paths)}
+        keep = sorted({length - 1 for _, length in wanted})
+        ids = torch.tensor([[*text, *text[-1:] * (width - len(text))] for text in batch])
         with torch.inference_mode():
-            output = model(input_ids=torch.tensor([text]), use_cache=False, logits_to_keep=keep).logits[0]
-        found = output.float().numpy()
-        logits.update((text[:length], found[index]) for index, length in enumerate(wanted))
+            output = model(input_ids=ids, use_cache=False, logits_to_keep=torch.tensor(keep)).logits  # [B, keep, V]
+        for row, length in wanted:
+            logits[batch[row][:length]] = output[row, keep.index(length - 1)].float().numpy().copy()
     return Reference(rounds, long_round, logits)
+
+
+def _batches(paths: Collection[Path]) -> Iterator[list[Path]]:
+    """The paths that are no beginning of another one, longest first, a few to a batch."""
+    begun = {path[:length] for path in paths for length in range(1, len(path))}
+    whole = sorted(set(paths) - begun, key=lambda path: (-len(path), path))
+    return (whole[start : start + REFERENCE_BATCH] for start in range(0, len(whole), REFERENCE_BATCH))
+
+
+def _prefixes(text: Path, paths: Collection[Path]) -> list[int]:
+    return [length for length in range(1, len(text) + 1) if text[:length] in paths]
 
 
 def run_gates(open_engine: Opener, expected: Reference, tokens: Sequence[int]) -> tuple[Parity, Invariance]:

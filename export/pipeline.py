@@ -7,7 +7,7 @@ the names inside a bundle, and what memory and disk an export needs; it parses n
 import gc
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -113,7 +113,10 @@ def _resolve(options: ExportOptions, progress: Progress) -> tuple[_Job, _Job | N
     if source is None:
         return target, None, 0
     precision = options.draft_precision or options.precision
-    draft = _open_job("drafter", source, precision, options, progress, revision=None)
+    if source == options.model:  # the target as its own draft: nothing to read, and at equal precision nothing to write
+        draft = replace(target, role="drafter", precision=precision)
+    else:
+        draft = _open_job("drafter", source, precision, options, progress, revision=None)
     shared = min(check_pair(target.tokenizer, draft.tokenizer), target.spec.vocab_size, draft.spec.vocab_size)
     if draft.spec.max_length < target.spec.max_length:
         progress.note(
