@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from specdec.engines.base import Engine
-from specdec.engines.contract import FloatArray
-from specdec.engines.errors import GateError
+from specdec.engines.contract import FloatArray, ModelSpec
+from specdec.engines.errors import ExportError, GateError
 from specdec.engines.manifest import Invariance, Parity
 from specdec.export.scoring import Path, Round, same_bits, score, soil
 
@@ -44,12 +44,18 @@ class Reference:
     logits: dict[Path, FloatArray]
 
 
-def probe_tokens(ids: Sequence[int], vocab_size: int, window: int | None) -> list[int]:
-    """Tokens that the gates score: `ids` (a real text) repeated to the length needed; random ids without one."""
-    rng = np.random.default_rng(0)
-    source = [token for token in ids if token < vocab_size] or rng.integers(0, vocab_size, PROBE_TOKENS).tolist()
-    need = PROBE_TOKENS + (window if window is not None and window <= LONGEST_WINDOW else 0)
-    return [source[index % len(source)] for index in range(need)]
+def probe_tokens(ids: Sequence[int], spec: ModelSpec, window: int | None) -> list[int]:
+    """Tokens that the gates score: `ids` (a real text), repeated to the length that is needed.
+
+    Long enough to cross a sliding window of up to `LONGEST_WINDOW`. Raises `ExportError` for a context that is too
+    short to check anything.
+    """
+    if spec.max_length < PROBE_TOKENS:
+        raise ExportError(f"the model's context is {spec.max_length} tokens: the gates need {PROBE_TOKENS}")
+    known = [token for token in ids if token < spec.vocab_size] or [0]
+    crossing = window is not None and window <= min(LONGEST_WINDOW, spec.max_length - PROBE_TOKENS)
+    need = PROBE_TOKENS + (window if window is not None and crossing else 0)
+    return [known[index % len(known)] for index in range(need)]
 
 
 def reference(model: Any, tokens: Sequence[int], vocab_size: int) -> Reference:

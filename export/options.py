@@ -7,6 +7,7 @@ it does no work.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from specdec.engines.contract import Dtype
 from specdec.engines.errors import ExportError
@@ -14,6 +15,7 @@ from specdec.engines.errors import ExportError
 PRECISIONS: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16"}
 BACKENDS = ("ort",)
 DRAFTERS = ("ngram", "model:PATH", "none")
+DEFAULT_DRAFTERS = ("ngram",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class ExportOptions:
 
     model: str
     output: Path
-    drafters: tuple[str, ...] = ("ngram",)
+    drafters: tuple[str, ...] = DEFAULT_DRAFTERS
     precision: str = "fp32"
     draft_precision: str | None = None
     backend: str = "ort"
@@ -53,7 +55,13 @@ class ExportOptions:
 
 
 class Progress:
-    """Hears what the export is doing; this one keeps quiet, the command line shows bars."""
+    """Hears what the export is doing; this one keeps quiet, the command line shows bars while it is open (`with`)."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """The export has ended, well or not."""
 
     def stage(self, name: str) -> None:
         """A stage begins, and with it the one before has ended."""

@@ -157,9 +157,8 @@ def _trace_all(jobs: Sequence[_Job], progress: Progress) -> list[ir.Model]:
 def _export_model(job: _Job, graph: ir.Model, bundle: Path, progress: Progress) -> Model:
     """Write one model into the bundle and pass it through the gates; its PyTorch weights are gone by then."""
     spec, config = job.spec, text_config(job.checkpoint.config)
-    tokens = probe_tokens(
-        job.tokenizer.backend().encode(TEXT).ids, spec.vocab_size, getattr(config, "sliding_window", None)
-    )
+    text = job.tokenizer.backend().encode(TEXT).ids
+    tokens = probe_tokens(text, spec, getattr(config, "sliding_window", None))
     name = f"{job.role}/{job.precision}/model.onnx"
     (bundle / name).parent.mkdir(parents=True)
 

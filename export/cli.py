@@ -1,0 +1,224 @@
+"""`specdec-export`: the command line of the export.
+
+Parses, shows progress on a terminal, prints the result, maps errors to one line and an exit code: 0 done, 1 the export
+failed, 2 wrong usage, 128 + n stopped by signal n. The heavy libraries are imported after parsing, so `--help` and
+mistakes answer at once. This module knows nothing of checkpoints and graphs.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import msgspec
+
+from specdec.engines.errors import ExportError, SpecdecError
+from specdec.export.options import BACKENDS, DEFAULT_DRAFTERS, DRAFTERS, PRECISIONS, ExportOptions, Progress
+
+if TYPE_CHECKING:
+    from specdec.engines.manifest import Manifest, Model
+
+PROG = "specdec-export"
+EXTRA_MODULES = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "gguf", "accelerate", "rich")
+EXAMPLES = """examples:
+  specdec-export ./SmolLM2-135M-Instruct -o smollm2.bundle
+  specdec-export model.gguf -o model.bundle --drafter ngram --drafter model:small.gguf
+  specdec-export Qwen/Qwen3-0.6B -o qwen3.bundle --precision fp16 --max-length 4096 --json
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class _Stopped(BaseException):
+    """A signal that ends the export; not an `Exception`, so nothing on the way swallows it."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options of CLI.md that this version has; defaults are `ExportOptions`'s own."""
+    default = {field.name: field.default for field in fields(ExportOptions)}
+    parser = _Parser(
+        prog=PROG,
+        description="Turn a checkpoint into a bundle: ONNX graph with KV cache, tokenizer, drafters, measured gates.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id (org/name) or a .gguf file")
+    parser.add_argument("-o", "--output", metavar="BUNDLE", type=Path, required=True, help="the folder to make")
+    parser.add_argument(
+        "--drafter", metavar="SPEC", action="append", help=f"{' | '.join(DRAFTERS)}; repeatable (default: ngram)"
+    )
+    parser.add_argument(
+        "--precision",
+        metavar="P",
+        default=default["precision"],
+        help=f"{' | '.join(PRECISIONS)} (default: %(default)s)",
+    )
+    parser.add_argument("--draft-precision", metavar="P", help="precision of the draft model (default: the target's)")
+    parser.add_argument(
+        "--backend", metavar="B", default=default["backend"], help=f"{' | '.join(BACKENDS)} (default: %(default)s)"
+    )
+    for name, what in (("max_batch", "rows"), ("max_length", "tokens of a row"), ("max_tree", "nodes of a draft tree")):
+        shown = default[name] if default[name] is not None else "the model's, up to 8192"
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            metavar="N",
+            type=int,
+            default=default[name],
+            help=f"{what} (default: {shown})",
+        )
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code that MODEL brings along")
+    parser.add_argument("--force", action="store_true", help="replace an existing bundle, once the new one is whole")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    parser.add_argument("--quiet", action="store_true", help="no progress and no notes")
+    parser.add_argument("--debug", action="store_true", help="tracebacks and the libraries' own warnings")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    arguments = build_parser().parse_args(argv)
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "quiet", "debug")}
+    settings["drafters"] = tuple(settings.pop("drafter") or DEFAULT_DRAFTERS)
+    try:
+        options = ExportOptions(**settings)
+    except ExportError as exc:
+        return _fail(str(exc), 2)
+    previous = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return _run(options, arguments)
+    except _Stopped as stop:
+        return _fail(f"stopped by {signal.Signals(stop.signum).name}; no bundle was written", 128 + stop.signum)
+    except Exception as exc:
+        if arguments.debug:
+            traceback.print_exc()
+        if isinstance(exc, SpecdecError):
+            return _fail(str(exc), 1)
+        if isinstance(exc, ModuleNotFoundError) and (exc.name or "").partition(".")[0] in EXTRA_MODULES:
+            return _fail(f'{exc.name} is not installed: pip install "specdec[export]"', 1)
+        hint = "" if arguments.debug else " (--debug shows where)"
+        return _fail(f"{type(exc).__name__}: {' '.join(str(exc).split())}{hint}", 1)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _run(options: ExportOptions, arguments: argparse.Namespace) -> int:
+    started = time.monotonic()
+    if not arguments.debug:
+        _hush()
+    pipeline = importlib.import_module("specdec.export.pipeline")
+    progress = Progress() if arguments.quiet else _Bars() if sys.stderr.isatty() else _Notes()
+    with progress:
+        manifest: Manifest = pipeline.export_bundle(options, progress)
+    seconds = round(time.monotonic() - started, 1)
+    if arguments.json:
+        record: dict[str, Any] = {
+            "bundle": str(options.output),
+            "seconds": seconds,
+            "manifest": msgspec.to_builtins(manifest),
+        }
+        print(json.dumps(record))
+    else:
+        print(_summary(options, manifest, seconds))
+    return 0
+
+
+def _hush() -> None:
+    """Silence warnings, advice and progress bars of the libraries; their errors still come as exceptions."""
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.simplefilter("ignore")
+    hub_logging = importlib.import_module("transformers.utils.logging")
+    hub_logging.set_verbosity(50)
+    hub_logging.disable_progress_bar()
+
+
+class _Notes(Progress):
+    """Notes on standard error, for logs; no bars."""
+
+    def note(self, text: str) -> None:
+        print(f"{PROG}: {text}", file=sys.stderr)
+
+
+class _Bars(Progress):
+    """One bar per stage on standard error."""
+
+    def __init__(self) -> None:
+        rich = importlib.import_module("rich.progress")
+        console = importlib.import_module("rich.console").Console(stderr=True)
+        columns = (rich.TextColumn("{task.description:<20}"), rich.BarColumn(), rich.TimeElapsedColumn())
+        self._bars = rich.Progress(*columns, console=console)
+        self._current: Any = None
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            self._finish()
+        self._bars.stop()
+
+    def stage(self, name: str) -> None:
+        self._finish()
+        self._current = self._bars.add_task(name, total=None)
+
+    def advance(self, done: int, total: int) -> None:
+        self._bars.update(self._current, completed=done, total=total)
+
+    def note(self, text: str) -> None:
+        self._bars.console.print(text, highlight=False)
+
+    def _finish(self) -> None:
+        if self._current is not None:
+            self._bars.update(self._current, completed=1, total=1)
+            self._bars.stop_task(self._current)
+
+
+def _summary(options: ExportOptions, manifest: "Manifest", seconds: float) -> str:
+    size = sum(record.bytes for record in manifest.files.values())
+    lines = [
+        f"{options.output}: {size / 2**20:.0f} MiB, drafters: {', '.join(manifest.drafters) or 'none'}, {seconds} s"
+    ]
+    models: list[tuple[str, Model]] = [("target", manifest.target)]
+    models += [("draft", drafter.model) for drafter in manifest.drafters.values() if hasattr(drafter, "model")]
+    for role, model in models:
+        for variant in model.variants.values():
+            parity, bits = variant.parity, variant.invariance
+            lines.append(
+                f"{role} {variant.precision}: at most {parity.max_abs_error:.1e} off PyTorch (tolerance "
+                f"{parity.tolerance:.1e}, {parity.positions} positions), bit-equal in {bits.scorings} scorings"
+            )
+    return "\n".join(lines)
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise _Stopped(signum)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"{PROG}: error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
