@@ -107,6 +107,8 @@ class Chunk:
             raise ContractError(f"chunk of {b} rows on a cache of {rows}")
         if int(self.past_lens.min()) < 0 or int(self.past_lens.max()) + s > capacity:
             raise ContractError(f"chunk of {s} tokens after {self.past_lens.max()} does not fit {capacity} slots")
+        if int(self.logit_indices.min()) < 0 or int(self.logit_indices.max()) >= s:
+            raise ContractError(f"logit index {self.logit_indices.max()} is outside the chunk of {s}")
         if int(self.position_ids.min()) < 0 or int(self.position_ids.max()) >= spec.max_length:
             raise ContractError(f"position {self.position_ids.max()} is outside the model's {spec.max_length}")
         if int(self.input_ids.min()) < 0 or int(self.input_ids.max()) >= spec.logits_size:

@@ -5,13 +5,16 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
-from specdec.engines.errors import RequestError, SpecdecError
+from specdec.engines.command import CommandParser, run_command
+from specdec.engines.errors import RequestError
 from specdec.engines.registry import EngineConfig
 from specdec.runtime.llm import LLM, Mode, SpeculativeConfig
 from specdec.runtime.sampling import SamplingParams
 
+PROG = "specdec-generate"
 EXAMPLES = """examples:
   specdec-generate bundle -p "Write a haiku about rivers."
   specdec-generate bundle --raw -p "def fibonacci(n):" --max-new-tokens 64 --stop "def "
@@ -23,20 +26,10 @@ EXAMPLES = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0 done, 1 failed, 2 wrong usage."""
     args = _parser().parse_args(argv)
-    try:
-        _generate(args)
-    except SpecdecError as exc:
-        if args.debug:
-            raise
-        print(f"specdec-generate: error: {exc}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("specdec-generate: interrupted", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(PROG, partial(_generate, args), debug=args.debug)
 
 
-def _generate(args: argparse.Namespace) -> None:
+def _generate(args: argparse.Namespace) -> int:
     params = SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
@@ -71,6 +64,7 @@ def _generate(args: argparse.Namespace) -> None:
         print(json.dumps(report, ensure_ascii=False))
     else:
         print()
+    return 0
 
 
 def _prompt(text: str) -> str:
@@ -85,13 +79,7 @@ def _prompt(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     defaults: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
-    parser = argparse.ArgumentParser(
-        prog="specdec-generate",
-        description="Generate text from a bundle, with speculative decoding.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandParser(PROG, "Generate text from a bundle, with speculative decoding.", EXAMPLES)
     parser.add_argument("bundle", metavar="BUNDLE", help="folder made by specdec-export")
     parser.add_argument("-p", "--prompt", metavar="TEXT", required=True, help='prompt; "-" reads standard input')
     form = parser.add_mutually_exclusive_group()
@@ -128,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--threads", type=int, help="threads of the engine (default: one per core)")
 
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 

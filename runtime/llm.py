@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from specdec.engines.base import Engine
 from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import BundleError, RequestError
@@ -196,6 +198,8 @@ class LLM:
         if not tokens:
             raise RequestError("the prompt is empty: it must have at least one token")
         for token in tokens:
+            if not isinstance(token, int | np.integer):
+                raise RequestError(f"a prompt of token ids holds integers, not {token!r}")
             if not 0 <= token < spec.vocab_size:
                 raise RequestError(f"token id {token} is outside the vocabulary of {spec.vocab_size}")
         if len(tokens) >= limit:
@@ -222,8 +226,8 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     batch: list[Prompt] = []
     tokens: list[int] = []
     for item in prompts:
-        if isinstance(item, int):
-            tokens.append(item)
+        if isinstance(item, int | np.integer):
+            tokens.append(int(item))
         else:
             batch.append(item)
     if tokens and batch:

@@ -1,0 +1,319 @@
+"""`LLM` on a real bundle with a real graph: the same text and the same bits, however it is computed."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import specdec.runtime as api
+from specdec.engines.errors import BundleError, RequestError
+from specdec.runtime import LLM, EngineConfig, SamplingParams, SpeculativeConfig, kv
+from support.bundles import LOGITS_SIZE, MAX_LENGTH, TOKENIZER_SIZE, shared_bundle
+from support.trace import recorded_logits
+
+PROMPTS = [
+    "the quick brown fox",
+    "one, two, three; one, two, three; one,",
+    "d",
+    "def add(a, b):\n    return a + b\n\ndef add(",
+]
+METHODS = [None, "ngram", "model"]
+
+
+@pytest.fixture(scope="module", params=METHODS, ids=["plain", "ngram", "model"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return LLM(shared_bundle(), speculative=SpeculativeConfig(method=request.param))
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM(shared_bundle(), speculative=SpeculativeConfig(method=None))
+
+
+def params(**options: object) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": 48, "ignore_eos": True, **options})
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_greedy_text_and_bits_are_plain_decodings(llm: LLM, plain: LLM, penalty: float) -> None:
+    options = params(repetition_penalty=penalty)
+    with recorded_logits() as expected:
+        texts = [plain.generate(prompt, options)[0].token_ids for prompt in PROMPTS]
+    with recorded_logits() as got:
+        outputs = [llm.generate(prompt, options)[0] for prompt in PROMPTS]
+    assert [output.token_ids for output in outputs] == texts
+    assert got == expected
+    assert len(expected) == 4 * 48
+
+
+def test_a_ragged_batch_gives_each_prompt_its_own_bits(llm: LLM) -> None:
+    with recorded_logits() as expected:
+        alone = [llm.generate(prompt, params())[0].token_ids for prompt in PROMPTS]
+    with recorded_logits() as got:
+        together = [output.token_ids for output in llm.generate(PROMPTS, params())]
+    assert together == alone
+    assert got == expected
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 64])
+def test_prefill_in_other_chunks_changes_no_bit(llm: LLM, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded_logits() as expected:
+        llm.generate(PROMPTS[1], params())
+    monkeypatch.setattr(kv, "PREFILL_WIDTH", width)
+    with recorded_logits() as got:
+        llm.generate(PROMPTS[1], params())
+    assert got == expected
+
+
+def test_threads_and_capacity_change_no_bit(plain: LLM) -> None:
+    """A long prompt makes the cache grow; what a short one sees must not depend on it."""
+    with recorded_logits() as expected:
+        plain.generate(PROMPTS[0], params())
+    one = LLM(shared_bundle(), engine=EngineConfig(threads=1))
+    with recorded_logits() as got:
+        one.generate([PROMPTS[0], [5] * 700], params())
+    assert expected.items() <= got.items()
+
+
+def test_sampled_text_repeats_with_a_seed_alone_and_in_a_batch(llm: LLM) -> None:
+    options = params(temperature=1.0, top_p=0.95, seed=11)
+    alone = [llm.generate(prompt, options)[0].token_ids for prompt in PROMPTS]
+    assert [output.token_ids for output in llm.generate(PROMPTS, options)] == alone
+    assert llm.generate(PROMPTS[0], params(temperature=1.0, seed=12))[0].token_ids != alone[0]
+
+
+def test_the_target_as_its_own_draft_is_always_accepted() -> None:
+    llm = LLM(shared_bundle(), speculative=SpeculativeConfig(method="model", num_speculative_tokens=4))
+    stats = llm.generate(PROMPTS[0], params(max_new_tokens=25))[0].stats
+    assert (stats.rounds, stats.draft_tokens_proposed, stats.draft_tokens_accepted) == (5, 20, 20)
+
+
+def test_a_target_that_drafts_for_itself_is_loaded_once() -> None:
+    assert len(LLM(shared_bundle(), speculative=SpeculativeConfig(method="model"))._engines) == 1
+
+
+def test_more_prompts_than_rows_wait_their_turn(llm: LLM) -> None:
+    prompts = [[i, i + 1, i] for i in range(llm.manifest.limits.max_batch * 2 + 3)]
+    outputs = llm.generate(prompts, params(max_new_tokens=6))
+    assert [output.prompt_token_ids for output in outputs] == [tuple(prompt) for prompt in prompts]
+    assert outputs[-1].token_ids == llm.generate([prompts[-1]], params(max_new_tokens=6))[0].token_ids
+
+
+def test_a_stream_adds_up_to_the_output(llm: LLM) -> None:
+    deltas = list(llm.stream(PROMPTS[1], params(logprobs=2)))
+    output = deltas[-1].output
+    assert output is not None
+    assert all(delta.output is None for delta in deltas[:-1])
+    assert "".join(delta.text for delta in deltas) == output.text
+    assert sum((delta.token_ids for delta in deltas), ()) == output.token_ids
+    assert output.token_ids == llm.generate(PROMPTS[1], params())[0].token_ids
+    assert output.text == llm.text.decode(output.token_ids)
+    assert output.stats.rounds == len(deltas)
+
+
+def test_logprobs_are_bit_identical_to_plain_decodings(llm: LLM, plain: LLM) -> None:
+    options = params(logprobs=3)
+    got, expected = (x.generate(PROMPTS[1], options)[0].logprobs for x in (llm, plain))
+    assert got == expected
+    assert got is not None
+    assert all(entry.top[0] == (entry.token_id, entry.logprob) and len(entry.top) == 3 for entry in got)
+
+
+def test_a_stop_string_cuts_the_text_and_ends_it(llm: LLM, plain: LLM) -> None:
+    whole = plain.generate(PROMPTS[0], params())[0].text
+    stop = whole[12:16]
+    output = llm.generate(PROMPTS[0], params(stop=(stop,)))[0]
+    assert output.text == whole[: whole.index(stop)]
+    assert output.finish_reason == "stop"
+
+
+def test_the_end_of_the_context_ends_the_text(llm: LLM, plain: LLM) -> None:
+    prompt = np.random.default_rng(0).integers(0, TOKENIZER_SIZE, MAX_LENGTH - 11).tolist()
+    output = llm.generate([prompt], params(max_new_tokens=100))[0]
+    assert len(output.token_ids) == 11
+    assert output.finish_reason == "length"
+    assert output.token_ids == plain.generate([prompt], params(max_new_tokens=100))[0].token_ids
+
+
+def test_ids_beyond_the_tokenizer_are_never_emitted(llm: LLM) -> None:
+    assert LOGITS_SIZE > TOKENIZER_SIZE == llm.spec.vocab_size
+    outputs = llm.generate(PROMPTS, params(temperature=50.0, seed=1, max_new_tokens=100))
+    assert max(max(output.token_ids) for output in outputs) < TOKENIZER_SIZE
+
+
+def test_a_chat_prompt_goes_through_the_template(llm: LLM) -> None:
+    tokens = llm.chat_prompt([{"role": "user", "content": "the dog"}])
+    assert llm.text._tokenizer.decode(tokens, skip_special_tokens=False) == (
+        "<|im_start|>user\nthe dog<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert llm.generate(tokens, params())[0].prompt_token_ids == tuple(tokens)
+
+
+def test_threads_do_not_disturb_each_other(llm: LLM) -> None:
+    expected = [llm.generate(prompt, params())[0].token_ids for prompt in PROMPTS]
+    got: dict[int, tuple[int, ...]] = {}
+
+    def work(index: int) -> None:
+        got[index] = llm.generate(PROMPTS[index], params())[0].token_ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[i] for i in range(len(PROMPTS))] == expected
+
+
+def test_exact_never_runs_one_position_and_fast_does(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+
+    def watch(llm: LLM) -> set[int]:
+        step = llm._target.step
+        monkeypatch.setattr(
+            llm._target, "step", lambda chunk, *rest: (widths.append(chunk.width), step(chunk, *rest))[1]
+        )
+        widths.clear()
+        llm.generate([7], params(max_new_tokens=5))
+        return set(widths)
+
+    assert plain.mode == "exact"
+    assert watch(plain) == {2}
+    assert watch(LLM(shared_bundle(), speculative=SpeculativeConfig(method=None), mode="fast")) == {1}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ([], "the prompt is empty"),
+        ([TOKENIZER_SIZE], f"token id {TOKENIZER_SIZE} is outside the vocabulary of {TOKENIZER_SIZE}"),
+        ([-1], "token id -1 is outside"),
+        ([1] * MAX_LENGTH, f"the prompt has {MAX_LENGTH} tokens; with a context of {MAX_LENGTH}, at most 1023 fit"),
+    ],
+)
+def test_invalid_prompts_are_refused_before_any_work(plain: LLM, prompt: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        plain.generate([prompt])
+    with pytest.raises(RequestError, match=message):
+        plain.stream(prompt)
+
+
+def test_texts_and_token_ids_do_not_mix(plain: LLM) -> None:
+    with pytest.raises(RequestError, match="a list of prompts holds texts or lists"):
+        plain.generate([1, "text"])
+    with pytest.raises(RequestError, match="holds integers, not 'x'"):
+        plain.generate([[1, "x"]])
+    assert plain.generate(np.array([1, 2]), params())[0].token_ids == plain.generate([1, 2], params())[0].token_ids
+
+
+def test_no_prompts_no_outputs(plain: LLM) -> None:
+    assert plain.generate([]) == []
+
+
+def test_one_invalid_prompt_refuses_the_batch(plain: LLM) -> None:
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        plain.generate(["fine", ""])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative": SpeculativeConfig(method="eagle")}, "no drafter 'eagle': choose one of auto, ngram, model"),
+        ({"variant": "int3"}, "no variant 'int3': choose one of fp32"),
+    ],
+)
+def test_options_that_the_bundle_lacks_are_named(options: dict, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        LLM(shared_bundle(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1"),
+        ({"prompt_lookup_min": 0}, "must be at least 1 and in order, not 0 and 4"),
+        ({"prompt_lookup_min": 5}, "in order, not 5 and 4"),
+    ],
+)
+def test_invalid_speculation_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SpeculativeConfig(**options)
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(shared_bundle(), tmp_path / "bundle"))
+
+
+def edit(change: Callable[[dict], None]) -> Callable[[Path], None]:
+    def apply(bundle: Path) -> None:
+        manifest = json.loads((bundle / "specdec.json").read_text())
+        change(manifest)
+        (bundle / "specdec.json").write_text(json.dumps(manifest))
+
+    return apply
+
+
+def flip(bundle: Path) -> None:
+    data = bytearray((bundle / "target/fp32/model.onnx.data").read_bytes())
+    data[len(data) // 2] ^= 1
+    (bundle / "target/fp32/model.onnx.data").write_bytes(data)
+
+
+def truncate(bundle: Path) -> None:
+    path = bundle / "target/fp32/model.onnx.data"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip, r"model\.onnx\.data is damaged: its SHA-256"),
+        (truncate, r"model\.onnx\.data is damaged: \d+ bytes instead of \d+"),
+        (lambda bundle: (bundle / "tokenizer.json").unlink(), r"incomplete: tokenizer\.json is missing"),
+        (lambda bundle: (bundle / "specdec.json").unlink(), "is not a bundle"),
+        (lambda bundle: (bundle / "specdec.json").write_text("{"), "damaged: not JSON"),
+        (edit(lambda m: m.update(schema_version=99)), "schema_version 99 is not supported"),
+        (edit(lambda m: m.update(contract_version=0)), "contract_version 0 is not supported"),
+        (edit(lambda m: m.update(extra=1)), "unknown field `extra`"),
+        (edit(lambda m: m["target"]["spec"].pop("head_dim")), "missing required field `head_dim`"),
+        (edit(lambda m: m["files"].update({"../x": {"sha256": "0" * 64, "bytes": 1}})), "outside the bundle"),
+    ],
+    ids=[
+        "flipped",
+        "truncated",
+        "missing",
+        "no manifest",
+        "not json",
+        "schema",
+        "contract",
+        "unknown",
+        "lacking",
+        "escape",
+    ],
+)
+def test_a_damaged_bundle_is_refused_in_one_line(broken: Path, damage: Callable[[Path], None], message: str) -> None:
+    LLM(broken).close()
+    damage(broken)
+    with pytest.raises(BundleError, match=message) as caught:
+        LLM(broken)
+    assert "\n" not in str(caught.value)
+
+
+def test_exact_is_refused_where_the_gate_failed(broken: Path) -> None:
+    edit(lambda m: m["target"]["variants"]["fp32"]["invariance"].update(exact=False))(broken)
+    assert LLM(broken).mode == "fast"
+    with pytest.raises(RequestError, match="failed its invariance gate"):
+        LLM(broken, mode="exact")
+
+
+def test_the_public_names_are_these() -> None:
+    names = ["LLM", "Delta", "EngineConfig", "Logprob", "RequestOutput", "SamplingParams", "SpeculativeConfig", "Stats"]
+    assert sorted(api.__all__) == sorted(names)
+    assert [name for name in vars(LLM) if not name.startswith("_")] == [
+        "spec", "generate", "stream", "chat_prompt", "close",
+    ]  # fmt: skip

@@ -1,0 +1,204 @@
+"""The ONNX Runtime engine on a real graph: in place, by view, grown, refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specdec.engines.contract import Chunk, ModelSpec
+from specdec.engines.errors import ContractError, EngineError, EngineUnavailableError
+from specdec.engines.manifest import read_manifest
+from specdec.engines.ort import OrtEngine
+from specdec.engines.registry import EngineConfig, backends, open_engine
+from support.bundles import shared_bundle
+from support.scoring import chain
+
+
+@pytest.fixture(scope="module")
+def graph() -> tuple[Path, ModelSpec]:
+    bundle = shared_bundle()
+    target = read_manifest(bundle).target
+    return bundle / target.variants["fp32"].graph, target.spec
+
+
+@pytest.fixture(scope="module")
+def engine(graph: tuple[Path, ModelSpec]) -> OrtEngine:
+    return OrtEngine(*graph)
+
+
+def tokens(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 300, shape)
+
+
+def test_a_pass_writes_its_slots_in_place_and_nothing_else(engine: OrtEngine) -> None:
+    kv = engine.allocate(3, 256)
+    for array in kv._host:
+        array.fill(5.0)
+    addresses = [kv.view(i, 0) for i in range(2 * engine.spec.num_layers)]
+    engine.step(chain(tokens((2, 3)), [4, 9]), kv, first_row=1)
+    assert [kv.view(i, 0) for i in range(2 * engine.spec.num_layers)] == addresses
+    assert addresses == [array.ctypes.data for array in kv._host]
+    for array in kv._host:
+        written = (array != 5.0).all(axis=(1, 3))  # [rows, slots]
+        assert [np.flatnonzero(row).tolist() for row in written] == [[], [4, 5, 6], [9, 10, 11]]
+
+
+MEMORY_CHILD = """
+import sys, numpy as np
+from pathlib import Path
+from specdec.engines.manifest import read_manifest
+from specdec.engines.ort import OrtEngine
+from support.scoring import chain
+
+def peak_kib():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+bundle = Path(sys.argv[1])
+target = read_manifest(bundle).target
+engine = OrtEngine(bundle / target.variants["fp32"].graph, target.spec)
+small = engine.allocate(1, 256)
+tokens = np.ones((1, 4), np.int64)
+engine.step(chain(tokens, [0]), small)
+kv = engine.allocate(1, 600_000)
+for array in kv._host:
+    array.fill(0.5)  # touch every page
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts over from here
+before = peak_kib()
+engine.step(chain(tokens, [9]), kv)
+print(kv.nbytes // 1024, peak_kib() - before)
+"""
+
+
+def test_no_pass_copies_the_cache(graph: tuple[Path, ModelSpec]) -> None:
+    """Peak memory of a pass over a cache of hundreds of MiB grows by far less than one layer's buffer."""
+    child = [sys.executable, "-c", MEMORY_CHILD, str(shared_bundle())]
+    environment = {"PYTHONPATH": str(Path(__file__).parent), "PATH": ""}
+    result = subprocess.run(child, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    cache, grown = map(int, result.stdout.split())
+    assert cache >= 300_000
+    assert grown < cache / (2 * graph[1].num_layers) / 2
+
+
+def test_a_row_is_a_view(engine: OrtEngine) -> None:
+    """The same tokens in row 2 of 3, and alone: the same bits."""
+    line = tokens((1, 6))
+    alone = engine.step(chain(line, [0]), engine.allocate(1, 256)).copy()
+    kv = engine.allocate(3, 256)
+    engine.step(chain(tokens((3, 6), 1), [0, 0, 0]), kv)
+    assert np.array_equal(engine.step(chain(line, [0]), kv, first_row=2), alone)
+
+
+def test_growth_keeps_what_is_committed(engine: OrtEngine) -> None:
+    line = tokens((2, 12))
+    whole = engine.step(chain(line, [0, 0]), engine.allocate(2, 256))[:, 8:].copy()
+    kv = engine.allocate(2, 256)
+    engine.step(chain(line[:, :8], [0, 0]), kv)
+    kv.grow(4, 512, 8)
+    assert (kv.rows, kv.capacity) == (4, 512)
+    assert np.array_equal(engine.step(chain(line[:, 8:], [8, 8]), kv), whole)
+    with pytest.raises(EngineError, match="cannot shrink"):
+        kv.grow(4, 256, 8)
+
+
+def test_a_moved_row_goes_on_where_it_was(engine: OrtEngine) -> None:
+    line = tokens((2, 12))
+    whole = engine.step(chain(line, [0, 0]), engine.allocate(2, 256))[:, 8:].copy()
+    kv = engine.allocate(2, 256)
+    engine.step(chain(line[:, :8], [0, 0]), kv)
+    kv.move_row(1, 0, 8)
+    assert np.array_equal(engine.step(chain(line[1:, 8:], [8]), kv), whole[1:])
+    assert np.array_equal(kv.read(0, 8), kv.read(1, 8))
+
+
+def test_nbytes_is_what_the_contract_computes(engine: OrtEngine) -> None:
+    kv = engine.allocate(2, 256)
+    assert kv.nbytes == engine.spec.kv_bytes(2, 256) == sum(array.nbytes for array in kv._host)
+
+
+def bad(**changes: object) -> Chunk:
+    good = chain(np.ones((1, 3), np.int64), [0])
+    return Chunk(**{name: changes.get(name, getattr(good, name)) for name in Chunk.__slots__})
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
+        (bad(past_lens=np.array([254])), "3 tokens after 254 does not fit 256 slots"),
+        (bad(past_lens=np.array([-1])), "does not fit"),
+        (bad(input_ids=np.array([[1, 2, 336]])), "token id 336 is outside the model's 336"),
+        (bad(position_ids=np.array([[0, 1, 1024]])), "position 1024 is outside the model's 1024"),
+        (bad(chunk_mask=np.ones((1, 2, 2), bool)), "chunk shapes disagree"),
+        (bad(logit_indices=np.array([[3]])), "logit index 3 is outside the chunk of 3"),
+        (chain(np.ones((2, 3), np.int64), [0, 0]), "chunk of 2 rows on a cache of 1"),
+    ],
+)
+def test_a_chunk_that_does_not_fit_is_refused(engine: OrtEngine, chunk: Chunk, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        engine.step(chunk, engine.allocate(1, 256))
+
+
+def test_a_closed_engine_says_so(graph: tuple[Path, ModelSpec]) -> None:
+    engine = open_engine(*graph)
+    kv = engine.allocate(1, 256)
+    engine.close()
+    engine.close()
+    for call in (lambda: engine.step(chain(np.ones((1, 2), np.int64), [0]), kv), lambda: engine.allocate(1, 256)):
+        with pytest.raises(EngineError, match="the engine is closed"):
+            call()
+
+
+def test_a_provider_that_is_not_there_is_an_error_not_a_fallback(graph: tuple[Path, ModelSpec]) -> None:
+    import onnxruntime
+
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this ONNX Runtime has CUDA")
+    with pytest.raises(EngineUnavailableError, match=r'no CUDAExecutionProvider: pip install "specdec\[gpu\]"'):
+        open_engine(*graph, EngineConfig(provider="cuda"))
+
+
+def test_a_provider_that_was_not_taken_is_an_error(
+    graph: tuple[Path, ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """onnxruntime-gpu without a working driver lists CUDA and then runs on the CPU without a word."""
+    import onnxruntime
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    with pytest.raises(EngineUnavailableError, match="CUDAExecutionProvider was asked for and ONNX Runtime took CPU"):
+        open_engine(*graph, EngineConfig(provider="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(backend="tensorflow"), f"unknown backend 'tensorflow': choose one of {', '.join(backends())}"),
+        (EngineConfig(provider="tpu"), "unknown provider 'tpu': choose one of cpu, cuda"),
+    ],
+)
+def test_unknown_names_list_the_known_ones(graph: tuple[Path, ModelSpec], config: EngineConfig, message: str) -> None:
+    with pytest.raises(EngineUnavailableError, match=message):
+        open_engine(*graph, config)
+
+
+def test_a_missing_and_a_broken_graph(graph: tuple[Path, ModelSpec], tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="is missing"):
+        open_engine(tmp_path / "model.onnx", graph[1])
+    (tmp_path / "model.onnx").write_bytes(b"not a graph")
+    with pytest.raises(EngineError, match="cannot load"):
+        open_engine(tmp_path / "model.onnx", graph[1])
+
+
+def test_a_graph_that_is_not_the_manifests_model_is_refused(graph: tuple[Path, ModelSpec]) -> None:
+    import msgspec
+
+    path, spec = graph
+    with pytest.raises(ContractError, match="does not keep the engine contract: past_key_values"):
+        open_engine(path, msgspec.structs.replace(spec, num_layers=spec.num_layers + 1))
+    with pytest.raises(ContractError, match=r"past_key_values.0.key is tensor\(float\)"):
+        open_engine(path, msgspec.structs.replace(spec, head_dim=spec.head_dim + 1))
+
+
+def test_buffers_of_another_engine_are_refused(engine: OrtEngine) -> None:
+    with pytest.raises(ContractError, match="takes the buffers that it allocates, not object"):
+        engine.step(chain(np.ones((1, 2), np.int64), [0]), object())
