@@ -96,6 +96,61 @@ def tiny_checkpoint(path: Path, family: str = "llama", seed: int = 0, **changes:
     return path
 
 
+def tiny_gguf(path: Path, seed: int = 0, **metadata: Any) -> Path:
+    """Write a llama GGUF (float32, tied embedding, the tiny tokenizer) to `path`; `metadata`: more keys, `__` for `.`."""
+    import gguf
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    layers, hidden, inner, heads, kv_heads, head = 2, 48, 96, 4, 2, 16
+    state = json.loads(tiny_tokenizer().to_str())["model"]
+    tokens = sorted(state["vocab"], key=state["vocab"].__getitem__)
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(layers)
+    writer.add_context_length(MAX_LENGTH)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in state["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template(CHATML)
+    for key, value in metadata.items():
+        add = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32}[type(value)]
+        add(key.replace("__", "."), value)
+
+    def put(name: str, *shape: int, scale: float = 0.2) -> None:
+        writer.add_tensor(name, (rng.standard_normal(shape) * scale).astype(np.float32))
+
+    put("token_embd.weight", len(tokens), hidden)
+    put("output_norm.weight", hidden, scale=1.0)
+    for layer in range(layers):
+        put(f"blk.{layer}.attn_norm.weight", hidden, scale=1.0)
+        put(f"blk.{layer}.ffn_norm.weight", hidden, scale=1.0)
+        put(f"blk.{layer}.attn_q.weight", heads * head, hidden)
+        put(f"blk.{layer}.attn_k.weight", kv_heads * head, hidden)
+        put(f"blk.{layer}.attn_v.weight", kv_heads * head, hidden)
+        put(f"blk.{layer}.attn_output.weight", hidden, heads * head)
+        put(f"blk.{layer}.ffn_gate.weight", inner, hidden)
+        put(f"blk.{layer}.ffn_up.weight", inner, hidden)
+        put(f"blk.{layer}.ffn_down.weight", hidden, inner)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def tiny_bundle(path: Path, family: str = "llama", drafters: Sequence[str] = ("ngram",), **changes: Any) -> Path:
     """Export a tiny checkpoint to `path`; drafter "model" stands for the target as its own draft. Returns `path`."""
     with tempfile.TemporaryDirectory() as folder:
