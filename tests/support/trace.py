@@ -1,24 +1,22 @@
-"""Watch what a run commits: the logits' bits behind every emitted token, keyed by everything before it."""
+"""Watch what a run commits: the logits behind every emitted token, keyed by all tokens before it."""
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import numpy as np
 import pytest
 
 from specdec.runtime.request import Row
 
-Bits = dict[tuple[int, ...], str]
+T = TypeVar("T")
+Text = tuple[int, ...]
 
 
 @contextmanager
-def recorded_logits() -> Iterator[Bits]:
-    """Collect a digest of the logits that each token was emitted from, by the tokens before it.
-
-    Two rows or rounds that score the same text must agree on its bits; a clash fails at once.
-    """
-    bits: Bits = {}
+def _recorded(digest: Callable[[np.ndarray], T]) -> Iterator[dict[Text, T]]:
+    seen: dict[Text, T] = {}
     emit = Row.emit
 
     def recording(self: Row, block: tuple[int, ...], logits: np.ndarray) -> None:
@@ -26,9 +24,21 @@ def recorded_logits() -> Iterator[Bits]:
         emit(self, block, logits)
         for index in range(len(self.tokens) - known):
             history = tuple(self.tokens[: known + index])
-            digest = hashlib.sha256(np.ascontiguousarray(logits[index]).tobytes()).hexdigest()
-            assert bits.setdefault(history, digest) == digest, f"two scorings of {len(history)} tokens differ"
+            value = digest(logits[index])
+            assert np.array_equal(seen.setdefault(history, value), value), (
+                f"two scorings of {len(history)} tokens differ"
+            )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Row, "emit", recording)
-        yield bits
+        yield seen
+
+
+def recorded_logits() -> AbstractContextManager[dict[Text, str]]:
+    """Digests of the logits' bits. Two rounds that score the same text must agree on them; a clash fails at once."""
+    return _recorded(lambda logits: hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest())
+
+
+def recorded_arrays() -> AbstractContextManager[dict[Text, np.ndarray]]:
+    """The logits themselves [V]."""
+    return _recorded(np.copy)

@@ -1,0 +1,206 @@
+"""Real models, end to end: exported by the command, every drafter, compared bit by bit and with PyTorch."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specdec.engines.manifest import read_manifest
+from specdec.runtime import LLM, SamplingParams, SpeculativeConfig, kv
+from specdec.tools.models import model_path
+from specdec.tools.prompts import PROMPTS
+from support.trace import recorded_arrays, recorded_logits
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+NEW_TOKENS = 48
+
+
+def export(checkpoint: Path, bundle: Path, *drafters: str) -> None:
+    options = [option for drafter in drafters for option in ("--drafter", drafter)]
+    command = [sys.executable, "-m", "specdec.export.cli", str(checkpoint), "-o", str(bundle), *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = model_path("smollm2")
+    bundle = tmp_path_factory.mktemp("smollm2") / "bundle"
+    export(checkpoint, bundle, "ngram", f"model:{checkpoint}")
+    return bundle
+
+
+def load(bundle: Path, method: str | None, **options: object) -> LLM:
+    return LLM(bundle, speculative=SpeculativeConfig(method=method), verify=False, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2: Path) -> LLM:
+    return load(smollm2, None)
+
+
+@pytest.fixture(scope="module")
+def chats(plain: LLM) -> list[list[int]]:
+    return [plain.chat_prompt([{"role": "user", "content": prompt.text}]) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(plain: LLM, chats: list[list[int]]) -> tuple[list[tuple[int, ...]], dict]:
+    """Plain decoding's tokens, one prompt at a time, and the bits of the logits behind each."""
+    with recorded_logits() as bits:
+        return [plain.generate([chat], params())[0].token_ids for chat in chats], bits
+
+
+def params(**options: object) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": NEW_TOKENS, **options})
+
+
+def test_the_gates_were_passed_and_written_down(smollm2: Path) -> None:
+    variant = read_manifest(smollm2).target.variants["fp32"]
+    assert variant.invariance.exact
+    assert 0 < variant.invariance.one_token_max_abs_diff < 1e-3
+    assert 0 < variant.parity.max_abs_error <= variant.parity.tolerance < 1e-3
+
+
+@pytest.mark.parametrize("method", ["ngram", "model"])
+def test_speculation_changes_no_token_and_no_bit(
+    smollm2: Path, chats: list[list[int]], expected: tuple, method: str
+) -> None:
+    tokens, bits = expected
+    llm = load(smollm2, method)
+    with recorded_logits() as got:
+        outputs = [llm.generate([chat], params())[0] for chat in chats]
+    assert [output.token_ids for output in outputs] == tokens
+    assert got == bits
+    if method == "model":  # the target drafts for itself: only the end of the text cuts a draft
+        for output in outputs:
+            whole, last = divmod(len(output.token_ids), 5)
+            assert output.stats.rounds == whole + (last > 0)
+            assert output.stats.bonus_tokens >= whole
+    else:
+        assert sum(output.stats.draft_tokens_accepted for output in outputs) > 0
+
+
+def test_a_batch_of_four_gives_each_prompt_its_own_bits(smollm2: Path, chats: list[list[int]], expected: tuple) -> None:
+    tokens, bits = expected
+    for method in (None, "ngram"):
+        with recorded_logits() as got:
+            outputs = load(smollm2, method).generate(chats[:4], params())
+        assert [output.token_ids for output in outputs] == tokens[:4]
+        assert got.items() <= bits.items()
+
+
+@pytest.mark.parametrize("width", [2, 7])
+def test_other_prompt_splits_change_no_bit(
+    plain: LLM, chats: list[list[int]], expected: tuple, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv, "PREFILL_WIDTH", width)
+    with recorded_logits() as got:
+        plain.generate([chats[0]], params(max_new_tokens=8))
+    assert len(got) == 8
+    assert got.items() <= expected[1].items()
+
+
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch(smollm2: Path, chats: list[list[int]]) -> None:
+    llm = load(smollm2, "ngram")
+    options = params(temperature=0.8, top_p=0.95, seed=7, max_new_tokens=24)
+    alone = [llm.generate([chat], options)[0].token_ids for chat in chats[:3]]
+    assert [output.token_ids for output in llm.generate(chats[:3], options)] == alone
+
+
+def triage(logits: np.ndarray, reference: np.ndarray, tokens: Sequence[int]) -> int | None:
+    """Position of the first token that is not the reference's argmax, unless it is a tie.
+
+    A tie: the reference's margin for its own choice is below the difference that the two computations show there.
+    """
+    for position, token in enumerate(tokens):
+        best = int(reference[position].argmax())
+        if best != token:
+            margin = reference[position, best] - reference[position, token]
+            return None if margin <= 2 * np.abs(logits[position] - reference[position]).max() else position
+    return None
+
+
+def torch_logits(checkpoint: Path, texts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[np.ndarray]:
+    """PyTorch's logits [count, V] of the last `count` tokens of each text."""
+    import torch
+
+    from specdec.export.sources import open_checkpoint
+
+    model = open_checkpoint(str(checkpoint)).load(torch.float32)
+    with torch.inference_mode():
+        return [
+            model(torch.tensor([text])).logits[0, -count - 1 : -1].numpy()
+            for text, count in zip(texts, counts, strict=True)
+        ]
+
+
+def compare_with_torch(llm: LLM, checkpoint: Path, prompts: Sequence[list[int]], options: SamplingParams) -> None:
+    """Every generated token is PyTorch's greedy choice on the same text, or a tie."""
+    with recorded_arrays() as arrays:
+        outputs = [llm.generate([prompt], options)[0] for prompt in prompts]
+    texts = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
+    references = torch_logits(checkpoint, texts, [len(output.token_ids) for output in outputs])
+    for text, output, reference in zip(texts, outputs, references, strict=True):
+        start = len(output.prompt_token_ids)
+        own = np.stack([arrays[tuple(text[: start + i])] for i in range(len(output.token_ids))])
+        assert np.abs(own - reference[:, : own.shape[1]]).max() < 2e-3
+        assert triage(own, reference[:, : own.shape[1]], output.token_ids) is None
+
+
+def test_plain_greedy_is_transformers_greedy(plain: LLM, chats: list[list[int]]) -> None:
+    compare_with_torch(plain, model_path("smollm2"), chats, params())
+
+
+def test_export_stays_within_its_memory(tmp_path: Path) -> None:
+    """Peak of the whole export: twice the weights in fp32, and 1.5 GB."""
+    code = (
+        "import resource, sys\n"
+        "from specdec.export.cli import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    arguments = [str(model_path("smollm2")), "-o", str(tmp_path / "bundle"), "--quiet", "--json"]
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    report, peak_kib = result.stdout.splitlines()
+    weights = 134_515_008 * 4
+    assert json.loads(report)["manifest"]["target"]["spec"]["num_layers"] == 30
+    assert int(peak_kib) * 1024 <= 2 * weights + 1.5e9
+
+
+def test_two_exports_are_byte_identical(smollm2: Path, tmp_path: Path) -> None:
+    export(model_path("smollm2"), tmp_path / "again")
+    first, again = (read_manifest(bundle).files for bundle in (smollm2, tmp_path / "again"))
+    assert first == again
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    bundle = tmp_path_factory.mktemp("gemma") / "bundle"
+    export(model_path("gemma3-270m"), bundle, "ngram")
+    return bundle
+
+
+def test_gemma_beyond_its_window(gemma: Path) -> None:
+    """700 tokens of prompt: the sliding layers see 512 of them, the full ones all."""
+    llm = load(gemma, "ngram")
+    sentence = "The ferry leaves the harbour at noon and comes back before the evening bell. "
+    facts = " ".join(f"Boat {i} has {i * 7 % 23} oars." for i in range(60))
+    prompt = llm.text.encode(sentence + facts + " " + sentence + "Boat 1 has", special=True)
+    assert len(prompt) > 600
+    compare_with_torch(llm, model_path("gemma3-270m"), [prompt], params(max_new_tokens=24))
+
+
+def test_gemma_speculates_without_changing_a_bit(gemma: Path) -> None:
+    prompt = "One, two, three, four. One, two, three, four. One, two,"
+    with recorded_logits() as bits:
+        text = load(gemma, None).generate(prompt, params(max_new_tokens=32))[0].token_ids
+    with recorded_logits() as got:
+        output = load(gemma, "ngram").generate(prompt, params(max_new_tokens=32))[0]
+    assert (output.token_ids, got) == (text, bits)
+    assert output.stats.mean_accepted_length > 1.5
