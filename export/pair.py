@@ -18,9 +18,8 @@ def check_pair(target: TokenizerFiles, draft: TokenizerFiles) -> int:
     Raises `PairError` when a shared id, a special token or an end token differs, or too few ids are shared.
     """
     shared = min(target.vocab_size, draft.vocab_size)
-    if target.json == draft.json:
-        return shared
-    ours, theirs = _strings(target), _strings(draft)
+    ours = _strings(target)
+    theirs = ours if target.json == draft.json else _strings(draft)
     if differing := [token for token in range(shared) if ours.get(token) != theirs.get(token)]:
         shown = ", ".join(f"{token}: {ours.get(token)!r} / {theirs.get(token)!r}" for token in differing[:SHOWN])
         raise PairError(

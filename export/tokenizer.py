@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,12 +112,13 @@ def _cached_gguf_conversion(checkpoint: Checkpoint) -> bytes:
         return cached.read_bytes()
     raw = _convert(checkpoint)
     partial = cached.with_suffix(f".{os.getpid()}.partial")
-    try:
+    with suppress(OSError):  # a read-only or full home: the next export converts again
         cached.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(raw)
-        partial.replace(cached)
-    except OSError:  # a read-only home: the next export converts again
-        partial.unlink(missing_ok=True)
+        try:
+            partial.write_bytes(raw)
+            partial.replace(cached)
+        finally:
+            partial.unlink(missing_ok=True)
     return raw
 
 

@@ -97,7 +97,7 @@ def tiny_checkpoint(path: Path, family: str = "llama", seed: int = 0, **changes:
 
 
 def tiny_gguf(path: Path, seed: int = 0, **metadata: Any) -> Path:
-    """Write a llama GGUF (float32, tied embedding, the tiny tokenizer) to `path`; `metadata`: more keys, `__` for `.`."""
+    """Write a llama GGUF (float32, tied, the tiny tokenizer) to `path`; `metadata`: more keys, `__` for a dot."""
     import gguf
     import numpy as np
 
