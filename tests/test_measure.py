@@ -1,0 +1,143 @@
+"""Whose turn it is, and the whole tool on a tiny bundle with a stand-in for the peer."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from specdec.tools import measure
+from specdec.tools.figures import Run
+from specdec.tools.measure import PassCost, cost_table, interleave, main, pass_costs
+from specdec.tools.questions import Question
+from support.bundles import shared_bundle
+from support.fake_engine import FakeEngine, fake_spec
+from support.fake_genai import fake_genai_python
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    turns = {"rag": "the quick brown fox jumps over the quick brown fox", "writing": "one, two, three"}
+    path.write_text(
+        "".join(
+            json.dumps({"question_id": number, "category": category, "turns": [text, "unused"]}) + "\n"
+            for number, (category, text) in enumerate(turns.items(), 1)
+        )
+    )
+    return path
+
+
+def test_methods_take_turns_and_the_fastest_repeat_counts() -> None:
+    calls: list[tuple[str, int, int]] = []
+
+    def method(name: str, seconds: Sequence[float], tokens: int) -> measure.Generate:
+        left = iter(seconds)
+
+        def generate(question: Question, ids: Sequence[int], count: int) -> Run:
+            calls.append((name, ids[0], count))
+            return Run(
+                question_id=question.question_id,
+                category=question.category,
+                method=name,
+                token_ids=(7,) * tokens,
+                decoded=tokens,
+                seconds=next(left),
+            )
+
+        return generate
+
+    methods = {
+        "a": method("a", [4.0, 3.0, 1.0, 2.0], 6),
+        "b": method("b", [1.0, 2.0, 2.0, 1.0], 8),
+        "ort-genai": method("ort-genai", [1.0, 1.0, 1.0, 1.0], 6),
+    }
+    prompts = [(Question(number, "qa", ("text",)), [number]) for number in (1, 2)]
+    runs = list(interleave(prompts, methods, 10, 2))
+    assert [(run.method, run.question_id, run.seconds) for run in runs] == [
+        ("a", 1, 3.0),
+        ("b", 1, 1.0),
+        ("ort-genai", 1, 1.0),
+        ("a", 2, 1.0),
+        ("b", 2, 1.0),
+        ("ort-genai", 2, 1.0),
+    ]
+    one, two = (
+        [("a", number, 10), ("b", number, 10), ("ort-genai", number, 6)] for number in (1, 2)
+    )  # the peer generates as many as "a"
+    assert calls == [*one, one[1], one[0], one[2], two[1], two[0], two[2], *two]
+
+
+def test_pass_costs_time_every_width_and_batch_in_turns() -> None:
+    engine = FakeEngine(fake_spec(8, max_length=1024), order=2)
+    costs = pass_costs(engine)
+    kinds = [(batch, width) for batch in (1, 4) for width in (1, 2, 3, 4, 6, 8, 16)]
+    assert [(cost.batch, cost.width) for cost in costs] == kinds
+    assert engine.widths == [200, *[width for _, width in kinds] * 21]
+    assert all(0 < cost.best_ms <= cost.median_ms for cost in costs)
+
+
+def test_cost_table() -> None:
+    costs = [
+        PassCost(1, 1, 10.0, 11.04),
+        PassCost(1, 16, 100.0, 101.0),
+        PassCost(4, 1, 2.06, 3.0),
+        PassCost(4, 16, 7, 8),
+    ]
+    assert cost_table(costs).splitlines() == [
+        "ms per pass, tokens a row:     1     16",
+        "batch 1, best of 20         10.0  100.0",
+        "batch 1, median             11.0  101.0",
+        "batch 4, best of 20          2.1    7.0",
+        "batch 4, median              3.0    8.0",
+    ]
+
+
+def test_the_whole_tool(tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = str(shared_bundle())
+    capsys.readouterr()  # what the export of the bundle printed
+    report = tmp_path / "report.json"
+    options = ["--prompts", str(prompts), "--max-new-tokens", "12", "--threads", "1", "--json", str(report)]
+    options += ["--ort-genai", "folder", "--ort-genai-python", fake_genai_python(tmp_path), "--pass-costs"]
+    assert main([bundle, *options]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    lines = printed.out.splitlines()
+    assert len(lines) == 5 + 1 + 4 * 5  # pass costs; all, copy-heavy and two categories with five methods each
+
+    written = json.loads(report.read_text())
+    assert written["ort_genai"] == "9.9"
+    assert written["baseline"] in ("plain-fast", "plain")
+    assert len(written["pass_costs"]) == 14
+    assert list(written["groups"]) == ["all", "copy-heavy", "rag", "writing"]
+    figures = {each["method"]: each for each in written["groups"]["all"]}
+    assert list(figures) == ["plain-fast", "plain", "ngram", "model", "ort-genai"]
+    assert [figures[name]["identical_to_plain"] for name in ("plain", "ngram", "model")] == [2, 2, 2]
+    assert figures["plain"]["mean_accepted_length"] == 1.0
+    assert figures["model"]["acceptance_rate"] == 1.0
+    runs = {(run["method"], run["question_id"]): run for run in written["runs"]}
+    assert len(runs) == 10
+    for number in (1, 2):
+        count = len(runs["plain-fast", number]["token_ids"])
+        assert len(runs["ort-genai", number]["token_ids"]) == count
+        assert runs["ort-genai", number]["decoded"] == count - 1
+        assert runs["ngram", number]["token_ids"] == runs["plain", number]["token_ids"]
+
+
+def test_errors_of_the_tool(tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = str(shared_bundle())
+    cases = [
+        ([bundle], "nothing to measure: give --prompts FILE, --pass-costs or both"),
+        ([bundle, "--pass-costs", "--methods", "ngram,ngram"], "argument --methods: 'ngram,ngram' is not a list of "),
+        ([bundle, "--pass-costs", "--repeat", "0"], "argument --repeat: '0' is not a whole number of at least 1"),
+        ([bundle, "--pass-costs", "--json", str(tmp_path / "no" / "file")], "--json: there is no folder "),
+    ]
+    for options, message in cases:
+        with pytest.raises(SystemExit) as exit_code:
+            main(options)
+        assert exit_code.value.code == 2
+        assert f"error: {message}" in capsys.readouterr().err
+    assert main([bundle, "--prompts", str(prompts), "--methods", "medusa"]) == 2
+    assert "this bundle has no drafter 'medusa'" in capsys.readouterr().err
+    assert main([str(tmp_path), "--pass-costs"]) == 1
+    assert "is not a bundle" in capsys.readouterr().err

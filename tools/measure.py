@@ -1,0 +1,245 @@
+"""Decoding speed of a bundle's methods on one set of prompts: a small precursor of specdec-bench.
+
+Methods take turns, prompt by prompt, so that a machine that drifts favours none; of several repeats the fastest one
+counts. Times are of decoding alone, the prompt's pass left out. What the runs add up to is in `figures.py`.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from specdec.engines.base import Engine
+from specdec.engines.command import CommandParser, run_command
+from specdec.engines.manifest import read_manifest
+from specdec.engines.registry import EngineConfig, open_engine
+from specdec.runtime.llm import LLM, Mode, SpeculativeConfig
+from specdec.runtime.sampling import SamplingParams
+from specdec.runtime.tree import RowInput, pack
+from specdec.tools.figures import FAST, GENAI, PLAIN, Run, align, baseline, summarize, table
+from specdec.tools.genai import Genai
+from specdec.tools.questions import Question, read_questions, select
+
+PROG = "specdec-measure"
+WIDTHS, BATCHES = (1, 2, 3, 4, 6, 8, 16), (1, 4)  # of the passes whose cost is measured
+PAST, CAPACITY, PASSES = 200, 512, 20  # committed tokens of a row, slots of a row, measured passes of each kind
+EXAMPLES = """examples:
+  python -m specdec.tools.measure bundle --prompts question.jsonl --per-category 3 --json measured.json
+  python -m specdec.tools.measure bundle --prompts question.jsonl --categories rag,qa --methods plain-fast,plain,ngram
+  python -m specdec.tools.measure bundle --pass-costs
+"""
+
+Generate = Callable[[Question, Sequence[int], int], Run]  # question, its token ids, most new tokens
+
+
+class PassCost(msgspec.Struct, frozen=True):
+    """Milliseconds of one pass of `batch` rows, `width` tokens each."""
+
+    batch: int
+    width: int
+    best_ms: float
+    median_ms: float
+
+
+def interleave(
+    prompts: Sequence[tuple[Question, Sequence[int]]],
+    methods: Mapping[str, Generate],
+    count: int,
+    repeat: int,
+) -> Iterator[Run]:
+    """Run every method on every prompt, each prompt starting with another method; yield the fastest repeat of each.
+
+    onnxruntime-genai comes last and generates as many tokens as the first method did.
+    """
+    own = [name for name in methods if name != GENAI]
+    for index, (question, ids) in enumerate(prompts):
+        best: dict[str, Run] = {}
+        for turn in range(index, index + repeat):
+            first = turn % len(own)
+            for name in (*own[first:], *own[:first], *(methods.keys() - own)):
+                run = methods[name](question, ids, len(best[own[0]].token_ids) if name == GENAI else count)
+                if name not in best or run.seconds < best[name].seconds:
+                    best[name] = run
+        yield from (best[name] for name in methods)
+
+
+def pass_costs(engine: Engine) -> list[PassCost]:
+    """Time passes of all widths and batches after `PAST` tokens, in turns; logits of every position, as in decoding."""
+    rows = max(BATCHES)
+    spec, kv = engine.spec, engine.allocate(rows, CAPACITY)
+    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, (rows, PAST))
+    engine.step(pack([RowInput(row, 0) for row in tokens], np.zeros(rows, np.int64), 1, spec.max_length), kv)
+    chunks = {
+        (batch, width): pack(
+            [RowInput(row[:width], width) for row in tokens[:batch]], np.full(batch, PAST), 1, spec.max_length
+        )
+        for batch in BATCHES
+        for width in WIDTHS
+    }
+    times: dict[tuple[int, int], list[float]] = {key: [] for key in chunks}
+    for turn in range(1 + PASSES):
+        for key, chunk in chunks.items():
+            started = perf_counter()
+            engine.step(chunk, kv)
+            if turn:  # the first one is a warm-up
+                times[key].append((perf_counter() - started) * 1000)
+    return [PassCost(batch, width, min(ms), median(ms)) for (batch, width), ms in times.items()]
+
+
+def cost_table(costs: Sequence[PassCost]) -> str:
+    """Render pass costs as aligned plain text: a column for each width."""
+    rows = [["ms per pass, tokens a row:", *(str(cost.width) for cost in costs if cost.batch == costs[0].batch)]]
+    for batch in dict.fromkeys(cost.batch for cost in costs):
+        of_batch = [cost for cost in costs if cost.batch == batch]
+        rows.append([f"batch {batch}, best of {PASSES}", *(f"{cost.best_ms:.1f}" for cost in of_batch)])
+        rows.append([f"batch {batch}, median", *(f"{cost.median_ms:.1f}" for cost in of_batch)])
+    return align(rows, left=1)
+
+
+def _own_method(name: str, llm: LLM) -> Generate:
+    def generate(question: Question, ids: Sequence[int], count: int) -> Run:
+        output = llm.generate(ids, SamplingParams(max_new_tokens=count))[0]
+        stats = output.stats
+        return Run(
+            question_id=question.question_id,
+            category=question.category,
+            method=name,
+            token_ids=output.token_ids,
+            decoded=stats.new_tokens,
+            seconds=(stats.target_ms + stats.draft_ms + stats.host_ms) / 1000,
+            rounds=stats.rounds,
+            proposed=stats.draft_tokens_proposed,
+            accepted=stats.draft_tokens_accepted,
+            host_ms=stats.host_ms,
+        )
+
+    return generate
+
+
+def _genai_method(peer: Genai) -> Generate:
+    def generate(question: Question, ids: Sequence[int], count: int) -> Run:
+        answer = peer.generate(ids, count)
+        return Run(
+            question_id=question.question_id,
+            category=question.category,
+            method=GENAI,
+            token_ids=answer.token_ids,
+            decoded=len(answer.token_ids) - 1,
+            seconds=answer.seconds,
+        )
+
+    return generate
+
+
+def _measure(args: argparse.Namespace, engine: EngineConfig, report: dict[str, Any]) -> str:
+    """Load every method, run them on the prompts, fill `report` and return its table."""
+    questions = select(read_questions(args.prompts), args.categories, args.per_category, args.limit)
+    names = args.methods or [FAST, PLAIN, *read_manifest(args.bundle).drafters]
+    methods: dict[str, Generate] = {}
+    with ExitStack() as stack:
+        for name in names:
+            config = SpeculativeConfig(
+                method=None if name in (FAST, PLAIN) else name, num_speculative_tokens=args.num_speculative_tokens
+            )
+            mode: Mode = "fast" if name == FAST else "exact"
+            llm = LLM(args.bundle, speculative=config, mode=mode, engine=engine, verify=not methods)
+            methods[name] = _own_method(name, stack.enter_context(llm))
+        if args.ort_genai:
+            peer = Genai(args.ort_genai_python, args.ort_genai, args.threads)
+            methods[GENAI] = _genai_method(stack.enter_context(closing(peer)))
+            report["ort_genai"] = peer.version
+        prompts = [(question, _encode(llm, question.turns[0])) for question in questions]
+        list(interleave(prompts[:1] * args.warmup, methods, args.max_new_tokens, 1))
+        runs: list[Run] = []
+        for run in interleave(prompts, methods, args.max_new_tokens, args.repeat):
+            runs.append(run)
+            if sys.stderr.isatty():
+                done = f"{len(runs) // len(methods)} of {len(prompts)} prompts"
+                print(f"\r{done}", end="" if len(runs) < len(prompts) * len(methods) else "\n", file=sys.stderr)
+    groups, fastest = summarize(runs), baseline(runs)
+    report |= {"baseline": fastest, "groups": groups, "runs": runs}
+    return table(groups, fastest)
+
+
+def _encode(llm: LLM, text: str) -> list[int]:
+    if llm.text.has_chat_template:
+        return llm.chat_prompt([{"role": "user", "content": text}])
+    return llm.text.encode(text, special=True)
+
+
+def _list(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of different names with commas between them")
+    return names
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _parser() -> CommandParser:
+    description = "Measure decoding speed of a bundle's methods on Spec-Bench prompts, greedily, one at a time."
+    parser = CommandParser(PROG, description, EXAMPLES)
+    add = parser.add_argument
+    add("bundle", metavar="BUNDLE", type=Path, help="folder made by specdec-export")
+    add("--prompts", metavar="FILE", type=Path, help="JSONL with question_id, category and turns (the first is asked)")
+    add("--categories", metavar="A,B", type=_list, default=[], help="only these (default: all)")
+    add("--per-category", metavar="N", type=_positive, help="only the first N prompts of each")
+    add("--limit", metavar="N", type=_positive, help="only the first N prompts in all")
+    add("--methods", metavar="A,B", type=_list, help=f"{FAST} (one-token passes), {PLAIN} (exact), drafters of the "
+        "bundle (default: all)")  # fmt: skip
+    add("--num-speculative-tokens", metavar="K", type=_positive, help="most draft tokens a round")
+    add("--max-new-tokens", metavar="N", type=_positive, default=128, help="of each answer (default %(default)s)")
+    add("--warmup", metavar="N", type=int, default=1, help="unmeasured runs of the first prompt (default %(default)s)")
+    add("--repeat", metavar="N", type=_positive, default=1, help="measured runs; the fastest counts (default 1)")
+    add("--threads", metavar="N", type=_positive, default=os.cpu_count() or 1, help="of every engine (default: one per "
+        "core)")  # fmt: skip
+    add("--pass-costs", action="store_true", help="time single passes of the target by width and batch")
+    add("--ort-genai", metavar="FOLDER", type=Path, help="compare with this model of onnxruntime-genai's builder")
+    add("--ort-genai-python", metavar="PYTHON", default=sys.executable, help="Python that has onnxruntime-genai "
+        "(default: this one)")  # fmt: skip
+    add("--json", metavar="FILE", type=Path, help="write the figures and every run to a file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0 done, 1 failed, 2 wrong usage."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not args.prompts and not args.pass_costs:
+        parser.error("nothing to measure: give --prompts FILE, --pass-costs or both")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {args.json.parent}")
+    return run_command(PROG, partial(_run, args), debug=args.debug)
+
+
+def _run(args: argparse.Namespace) -> int:
+    engine = EngineConfig(threads=args.threads)
+    report: dict[str, Any] = {"threads": args.threads, "max_new_tokens": args.max_new_tokens}
+    if args.pass_costs:
+        target = read_manifest(args.bundle).target
+        graph = args.bundle / next(iter(target.variants.values())).graph
+        with closing(open_engine(graph, target.spec, engine)) as opened:
+            report["pass_costs"] = costs = pass_costs(opened)
+        print(cost_table(costs))
+    if args.prompts:
+        print(_measure(args, engine, report))
+    if args.json:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
