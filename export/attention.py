@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
-from specdec.engines.contract import OPSET
+from specdec.export.operators import emit
 
 NAME = "specdec_in_place"
 
@@ -110,19 +110,13 @@ def _attend(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     buffers = now.past[2 * layer : 2 * layer + 2]
 
-    def write(buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        inputs, attributes = (buffer, new, now.past_lens), {"axis": 2, "mode": "linear"}
-        return torch.onnx.ops.symbolic(
-            "TensorScatter", inputs, attributes, dtype=buffer.dtype, shape=buffer.shape, version=OPSET
-        )
-
-    keys, values = write(buffers[0], key), write(buffers[1], value)
+    keys, values = (
+        emit("TensorScatter", (buffer, new, now.past_lens), buffer, axis=2, mode="linear")
+        for buffer, new in zip(buffers, (key, value), strict=True)
+    )
     now.present[layer] = (keys, values)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    inputs = (query, keys, values, attention_mask)
-    output = torch.onnx.ops.symbolic(
-        "Attention", inputs, {"scale": scale}, dtype=query.dtype, shape=query.shape, version=OPSET
-    )
+    output = emit("Attention", (query, keys, values, attention_mask), query, scale=scale)
     return output.transpose(1, 2), None
 
 
@@ -151,10 +145,8 @@ class ContractModule(nn.Module):
         def gather(_: nn.Module, __: Any, output: Any) -> Any:
             hidden = output.last_hidden_state  # [B, S, H] -> [B, N, H]
             shape = (*logit_indices.shape, hidden.shape[-1])
-            inputs, attributes = (hidden, logit_indices.unsqueeze(2)), {"batch_dims": 1}
-            output.last_hidden_state = torch.onnx.ops.symbolic(
-                "GatherND", inputs, attributes, dtype=hidden.dtype, shape=shape, version=OPSET
-            )
+            inputs = (hidden, logit_indices.unsqueeze(2))
+            output.last_hidden_state = emit("GatherND", inputs, hidden, shape=shape, batch_dims=1)
             return output
 
         token = _round.set(now)

@@ -26,7 +26,7 @@ MARKER_DOMAIN = "specdec.marker"
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """`templates[k]`: a layer of the model that stands for kind k; `kinds[l]`: the kind of layer l; `prefix`: their path."""
+    """`templates[k]`: the layer that stands for kind k; `kinds[l]`: the kind of layer l; `prefix`: their path."""
 
     templates: tuple[int, ...]
     kinds: tuple[int, ...]
@@ -89,7 +89,7 @@ def full_plan(model: Any) -> LayerPlan:
     return LayerPlan(tuple(range(len(layers))), tuple(range(len(layers))), prefix)
 
 
-def template_config(config: PretrainedConfig, plan: LayerPlan) -> PretrainedConfig:
+def template_config(config: PretrainedConfig, plan: LayerPlan) -> Any:
     """`config` of the model that has the plan's templates as its only layers."""
     reduced: Any = copy.deepcopy(config)
     types = getattr(config, "layer_types", None)

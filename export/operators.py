@@ -6,7 +6,7 @@ first half (as every rotary module of the supported families makes them) is left
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @contextmanager
 def single_operators(model: Any) -> Iterator[None]:
-    """While open, recognised RMS norms and the rotary function of `model`'s module emit RMSNormalization, RotaryEmbedding.
+    """While open, recognised RMS norms and the rotary function of `model`'s module emit the operators.
 
     The norms stay replaced in `model` itself (it is a model made for tracing); the function is put back at the end.
     """
@@ -39,6 +39,19 @@ def single_operators(model: Any) -> Iterator[None]:
         vars(family)["apply_rotary_pos_emb"] = original
 
 
+def emit(
+    operator: str,
+    inputs: Sequence[torch.Tensor],
+    like: torch.Tensor,
+    *,
+    shape: Sequence[int | torch.SymInt] | None = None,
+    **attributes: Any,
+) -> torch.Tensor:
+    """The ONNX operator on `inputs` in the trace; its result has the dtype of `like`, and its shape unless told."""
+    size = like.shape if shape is None else shape
+    return torch.onnx.ops.symbolic(operator, inputs, attributes, dtype=like.dtype, shape=size, version=OPSET)
+
+
 def replace_norm(module: nn.Module) -> bool:
     """Make `module` emit RMSNormalization-23 over the last axis if it computes that; return whether it does.
 
@@ -55,7 +68,7 @@ def replace_norm(module: nn.Module) -> bool:
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
     for offset in (0.0, 1.0):
         if torch.allclose(found, normed * (offset + weight), rtol=1e-5, atol=1e-6):
-            module.forward = _norm_operator(module, offset, epsilon)  # type: ignore[method-assign]
+            module.forward = _norm_operator(module, offset, epsilon)
             return True
     return False
 
@@ -75,14 +88,9 @@ def rotary_operator(original: Rotary) -> Rotary:
         if args or kwargs or not (whole if rotated == width else partial):
             return original(q, k, cos, sin, *args, **kwargs)
         half = (cos[..., : rotated // 2], sin[..., : rotated // 2])  # [B, S, D/2] each
-        attributes = {} if rotated == width else {"rotary_embedding_dim": rotated}
-
-        def emit(x: torch.Tensor) -> torch.Tensor:  # [B, H, S, D] -> the same
-            return torch.onnx.ops.symbolic(
-                "RotaryEmbedding", (x, *half), attributes, dtype=x.dtype, shape=x.shape, version=OPSET
-            )
-
-        return emit(q), emit(k)
+        attributes: dict[str, Any] = {} if rotated == width else {"rotary_embedding_dim": rotated}
+        turned, turned_k = (emit("RotaryEmbedding", (x, *half), x, **attributes) for x in (q, k))  # [B, H, S, D]
+        return turned, turned_k
 
     return apply
 
@@ -90,11 +98,7 @@ def rotary_operator(original: Rotary) -> Rotary:
 def _norm_operator(module: nn.Module, offset: float, epsilon: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight = module.get_parameter("weight")
-        scale = weight + offset if offset else weight
-        attributes = {"axis": -1, "epsilon": epsilon}
-        return torch.onnx.ops.symbolic(
-            "RMSNormalization", (x, scale), attributes, dtype=x.dtype, shape=x.shape, version=OPSET
-        )
+        return emit("RMSNormalization", (x, weight + offset if offset else weight), x, axis=-1, epsilon=epsilon)
 
     return forward
 
@@ -107,7 +111,7 @@ def _rotates_halves(function: Rotary, rotated: int, width: int) -> bool:
 
     def expected(x: torch.Tensor) -> torch.Tensor:
         c, s = cos[:, None], sin[:, None]
-        first, second, rest = x.split([rotated // 2, rotated // 2, width - rotated], dim=-1)
+        first, second, rest = x[..., : rotated // 2], x[..., rotated // 2 : rotated], x[..., rotated:]
         return torch.cat([first * c - second * s, second * c + first * s, rest], dim=-1)
 
     try:

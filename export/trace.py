@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from accelerate import init_empty_weights
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from specdec.engines.contract import CHUNK_INPUTS, LOGITS, OPSET, Dtype, ModelSpec, past_names, present_names
 from specdec.engines.errors import ExportError
 from specdec.export.attention import ContractModule, contract_attention
+from specdec.export.canonical import AXES
 from specdec.export.families import check_supported, text_config
 from specdec.export.layers import full_plan, mark, plan_layers, repeat_layers, signatures, template_config
 from specdec.export.operators import single_operators
 from specdec.export.passes import finish, lower
 from specdec.export.weights import ALIASES
 
-AXES = ("batch", "chunk", "num_logits", "capacity")
 TORCH_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -73,13 +73,13 @@ def trace(config: PretrainedConfig, dtype: Dtype = "float32", *, repeat: bool = 
 def _empty_model(config: PretrainedConfig, dtype: Dtype) -> Any:
     """The model of `config`: parameters on the meta device, buffers that it computes itself with their values."""
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPES[dtype])
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPES[dtype])  # type: ignore[no-untyped-call]
     return model.eval().requires_grad_(False)
 
 
 def _traced_graph(model: Any, spec: ModelSpec) -> ir.Model:
     """Trace `model` as it is; its layers are marked, its inputs and outputs named as the contract says."""
-    buffers = {name: tensor for name, tensor in model.named_buffers()}
+    buffers = dict(model.named_buffers())
     model.tie_weights()
     mark(model)
     with ExitStack() as stack:

@@ -5,6 +5,7 @@ all: `TRANSPOSED` (the name whose two axes are swapped in the file) and `ALIASES
 This module knows names, shapes and bytes; it knows no operator.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,14 +20,16 @@ from specdec.engines.errors import ExportError
 TRANSPOSED = "specdec.transposed"
 ALIASES = "specdec.aliases"
 ALIGNMENT = 64  # bytes: a cache line
-INLINE_BYTES = 1024  # smaller constants stay in model.onnx
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where one parameter goes: `names` in the state dict, place in the data file."""
+    """Where one parameter goes: `names` in the state dict, the value in the graph, the place in the data file."""
 
     value: ir.Value
+    name: str
+    shape: ir.Shape
+    dtype: ir.DataType
     names: tuple[str, ...]
     transposed: bool
     offset: int
@@ -70,10 +73,8 @@ def _external(slots: list[_Slot], location: str) -> Iterator[None]:
     """While open, the parameters refer to their places in the data file."""
     try:
         for slot in slots:
-            shape = slot.value.shape
-            assert shape is not None and slot.value.dtype is not None and slot.value.name is not None
             slot.value.const_value = ir.ExternalTensor(
-                location, slot.offset, slot.length, slot.value.dtype, shape=shape, name=slot.value.name, base_dir=""
+                location, slot.offset, slot.length, slot.dtype, shape=slot.shape, name=slot.name, base_dir=""
             )
         yield
     finally:
@@ -93,8 +94,8 @@ def _layout(graph: ir.Model) -> list[_Slot]:
         source = value.meta.get(TRANSPOSED)
         names = (source or value.name, *value.meta.get(ALIASES, ()))
         offset = -(-end // ALIGNMENT) * ALIGNMENT
-        length = int(np.prod(value.shape.numpy())) * value.dtype.itemsize
-        slots.append(_Slot(value, names, source is not None, offset, int(length)))
+        length = math.prod(int(size) for size in value.shape.numpy()) * value.dtype.itemsize
+        slots.append(_Slot(value, value.name, value.shape, value.dtype, names, source is not None, offset, int(length)))
         end = offset + int(length)
     return slots
 
@@ -106,13 +107,17 @@ def _check(slots: list[_Slot], weights: Mapping[str, torch.Tensor]) -> None:
         if not present:
             raise ExportError(f"the checkpoint has no weight {slot.names[0]}, which the model needs")
         used.update(present)
-        shape = slot.value.shape
-        assert shape is not None
-        expected = shape.numpy()[::-1] if slot.transposed else shape.numpy()
+        expected = [int(size) for size in slot.shape.numpy()]
         for name in present:
-            if tuple(weights[name].shape) != tuple(expected):
-                found = list(weights[name].shape)
-                raise ExportError(f"weight {name} has shape {found}, the model needs {list(expected)}")
+            found = list(weights[name].shape)
+            if found != (expected[::-1] if slot.transposed else expected):
+                wanted = expected[::-1] if slot.transposed else expected
+                raise ExportError(f"the checkpoint's weight {name} has shape {found}, the model needs {wanted}")
+        first = weights[present[0]]
+        for name in present[1:]:
+            other = weights[name]
+            if other.data_ptr() != first.data_ptr() and not torch.equal(other, first):
+                raise ExportError(f"the checkpoint's weights {present[0]} and {name} differ, the model ties them")
     unused = sorted(set(weights) - used)
     if unused:
         raise ExportError(f"the checkpoint's weight {unused[0]} is not used by the model ({len(unused)} unused in all)")
@@ -121,7 +126,7 @@ def _check(slots: list[_Slot], weights: Mapping[str, torch.Tensor]) -> None:
 def _tensor(slot: _Slot, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
     """The parameter as it lies in the file: C-contiguous, in the graph's dtype."""
     tensor = next(weights[name] for name in slot.names if name in weights)
-    dtype = torch.float16 if slot.value.dtype == ir.DataType.FLOAT16 else torch.float32
+    dtype = torch.float16 if slot.dtype == ir.DataType.FLOAT16 else torch.float32
     if slot.transposed:
         tensor = tensor.t()
     return tensor.detach().to(device="cpu", dtype=dtype).contiguous().numpy()

@@ -7,9 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from specdec.engines.contract import ModelSpec
 from specdec.engines.ort import OrtEngine
 from specdec.export.trace import model_spec, trace

@@ -52,7 +52,9 @@ def llama3_rope(**changes: Any) -> PretrainedConfig:
 
 
 def mistral(**changes: Any) -> PretrainedConfig:
-    return MistralConfig(**{**SIZES, "sliding_window": WINDOW, "tie_word_embeddings": False, **changes})
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    fixed = {"sliding_window": WINDOW, "rope_parameters": rope, "tie_word_embeddings": False}
+    return MistralConfig(**{**SIZES, **fixed, **changes})
 
 
 def qwen2(**changes: Any) -> PretrainedConfig:
@@ -61,7 +63,8 @@ def qwen2(**changes: Any) -> PretrainedConfig:
 
 def qwen2_window(**changes: Any) -> PretrainedConfig:
     window = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
-    return Qwen2Config(**{**SIZES, "tie_word_embeddings": False, **window, **changes})
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    return Qwen2Config(**{**SIZES, "rope_parameters": rope, "tie_word_embeddings": False, **window, **changes})
 
 
 def qwen3(**changes: Any) -> PretrainedConfig:

@@ -14,8 +14,7 @@ GARBAGE = 7.0
 
 def chain(tokens: np.ndarray, past_lens: Sequence[int], logit_indices: np.ndarray | None = None) -> Chunk:
     """One chunk of `tokens` [B, S], each row a chain behind its past; logits everywhere unless told otherwise."""
-    rows, width = tokens.shape
-    return tree(tokens, past_lens, list(range(-1, width - 1)), logit_indices)
+    return tree(tokens, past_lens, list(range(-1, tokens.shape[1] - 1)), logit_indices)
 
 
 def tree(
