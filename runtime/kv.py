@@ -11,8 +11,8 @@ from time import perf_counter
 import numpy as np
 
 from specdec.engines.base import Engine, KVBuffers, capacity_bucket
+from specdec.engines.chunk import RowInput, pack
 from specdec.engines.contract import FloatArray
-from specdec.runtime.tree import RowInput, pack
 
 PREFILL_WIDTH = 256  # tokens of a prefill pass; wider gains nothing on a CPU and holds more activations
 

@@ -15,7 +15,7 @@ from specdec.runtime.accept import Accepted, accept_chain, accept_greedy
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.kv import CachedModel
 from specdec.runtime.request import Row
-from specdec.runtime.tree import RowInput, TokenTree
+from specdec.runtime.tree import TokenTree
 
 
 class Scheduler:
@@ -42,7 +42,7 @@ class Scheduler:
         clock = _Clock(self._target, self._drafter)
         rows = list(self._rows)
         trees = self._propose()
-        logits = self._target.step([RowInput.verify(row.pending, tree) for row, tree in zip(rows, trees, strict=True)])
+        logits = self._target.step([tree.verify(row.pending) for row, tree in zip(rows, trees, strict=True)])
         for index, (row, tree, scored) in enumerate(zip(rows, trees, logits, strict=True)):
             scored = scored[:, : self._target.engine.spec.vocab_size]  # the rest is padding of the checkpoint
             accepted = accept(row, tree, scored)

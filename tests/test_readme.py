@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from support.bundles import shared_bundle, shared_checkpoint
 
 README = Path(__file__).parent.parent / "README.md"

@@ -1,9 +1,10 @@
-"""Layout of proposals as chunks."""
+"""Proposals, and their layout as chunks."""
 
 import numpy as np
 import pytest
 
-from specdec.runtime.tree import RowInput, TokenTree, pack
+from specdec.engines.chunk import RowInput, pack
+from specdec.runtime.tree import TokenTree
 
 
 def test_chain_is_the_tree_with_one_branch() -> None:
@@ -41,7 +42,7 @@ def test_tree_mask_and_positions_follow_the_ancestors() -> None:
     #        0    1
     #        2  3
     tree = TokenTree((10, 11, 12, 13), (-1, -1, 0, 0))
-    chunk = pack([RowInput.verify(9, tree)], np.array([5]), 2, 100)
+    chunk = pack([tree.verify(9)], np.array([5]), 2, 100)
     assert chunk.input_ids.tolist() == [[9, 10, 11, 12, 13]]
     assert chunk.position_ids.tolist() == [[5, 6, 6, 7, 7]]
     assert chunk.chunk_mask[0].astype(int).tolist() == [

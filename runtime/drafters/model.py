@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec.engines.chunk import RowInput
 from specdec.engines.contract import FloatArray
 from specdec.runtime import sampling
 from specdec.runtime.kv import CachedModel
 from specdec.runtime.request import Row
-from specdec.runtime.tree import RowInput, TokenTree
+from specdec.runtime.tree import TokenTree
 
 
 class ModelDrafter:
