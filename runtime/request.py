@@ -24,7 +24,7 @@ class Stats:
 
     `rounds`: target passes after the prompt. `bonus_tokens`: those that the target added itself, at most one a round.
     Times are milliseconds of wall clock. `ttft_ms` runs from submission to the first token. Rounds split into target
-    engine, draft and host (packing, sampling, acceptance, text); rows of a batch share them.
+    engine, drafting, and host (packing, sampling, acceptance, text); rows of a batch share them.
     """
 
     prompt_tokens: int = 0

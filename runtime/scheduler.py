@@ -6,7 +6,6 @@ knows no engine, no tokenizer and no file.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from time import perf_counter
 
 from specdec.engines.contract import FloatArray
@@ -39,9 +38,9 @@ class Scheduler:
     def step(self) -> list[Row]:
         """Run one round; return the rows that ran, those that ended (`finish_reason`) included."""
         self._admit()
-        clock = _Clock(self._target, self._drafter)
-        rows = list(self._rows)
+        rows, started = list(self._rows), perf_counter()
         trees = self._propose()
+        drafted, engine_before = perf_counter(), self._target.seconds
         logits = self._target.step([tree.verify(row.pending) for row, tree in zip(rows, trees, strict=True)])
         for index, (row, tree, scored) in enumerate(zip(rows, trees, logits, strict=True)):
             scored = scored[:, : self._target.engine.spec.vocab_size]  # the rest is padding of the checkpoint
@@ -55,7 +54,12 @@ class Scheduler:
                 if self._drafter:
                     self._drafter.commit(index, row, accepted.kept)
         self._release_finished()
-        clock.charge(rows)
+        draft, target = drafted - started, self._target.seconds - engine_before
+        host = perf_counter() - started - draft - target
+        for row in rows:
+            row.stats.draft_ms += 1000 * draft
+            row.stats.target_ms += 1000 * target
+            row.stats.host_ms += 1000 * host
         return rows
 
     def _admit(self) -> None:
@@ -106,21 +110,3 @@ def accept(row: Row, tree: TokenTree, logits: FloatArray) -> Accepted:
     if row.params.temperature == 0:
         return accept_greedy(tree.tokens, best)
     return accept_chain(tree.tokens, p, tree.q, row.dice)
-
-
-class _Clock:
-    """Splits the time of one round into target, draft and host, and charges it to the rows that shared it."""
-
-    def __init__(self, target: CachedModel, drafter: Drafter | None) -> None:
-        self._target, self._drafter = target, drafter
-        self._start = self._read()
-
-    def charge(self, rows: Sequence[Row]) -> None:
-        whole, target, draft = (1000 * (now - then) for now, then in zip(self._read(), self._start, strict=True))
-        for row in rows:
-            row.stats.target_ms += target
-            row.stats.draft_ms += draft
-            row.stats.host_ms += whole - target - draft
-
-    def _read(self) -> tuple[float, float, float]:
-        return perf_counter(), self._target.seconds, self._drafter.seconds if self._drafter else 0.0

@@ -10,11 +10,6 @@ from specdec.runtime.tree import TokenTree
 class Drafter(Protocol):
     """Proposes token trees for the active rows; its own state per row follows the target's rows by index."""
 
-    @property
-    def seconds(self) -> float:
-        """Time spent drafting so far, in seconds."""
-        ...
-
     def admit(self, row: Row) -> None:
         """Open state for the next row index; `row.tokens` is its prompt."""
         ...

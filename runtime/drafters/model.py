@@ -32,11 +32,6 @@ class ModelDrafter:
         self._shared_vocab = min(shared_vocab, vocab_size)
         self._drafted: list[int] = []  # tokens that the last proposal wrote behind the committed ones, by row
 
-    @property
-    def seconds(self) -> float:
-        """See `Drafter.seconds`: the draft engine's time."""
-        return self._model.seconds
-
     def admit(self, row: Row) -> None:
         """See `Drafter.admit`: prefills all but the pending token."""
         index = self._model.add_row()

@@ -5,7 +5,6 @@ deterministic (q is one-hot). Only tokens of the same request are searched.
 """
 
 from collections.abc import Sequence
-from time import perf_counter
 
 from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
@@ -23,12 +22,6 @@ class NgramDrafter:
         self._lengths = range(max_match, min_match - 1, -1)  # longest first
         self._always = always
         self._indexes: list[_Index] = []
-        self._seconds = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """See `Drafter.seconds`."""
-        return self._seconds
 
     def admit(self, row: Row) -> None:
         """See `Drafter.admit`."""
@@ -36,10 +29,8 @@ class NgramDrafter:
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """See `Drafter.propose`."""
-        started = perf_counter()
-        chains = [self._draft(index, row, limit) for index, row, limit in zip(self._indexes, rows, limits, strict=True)]
-        self._seconds += perf_counter() - started
-        return [TokenTree.chain(chain) for chain in chains]
+        each = zip(self._indexes, rows, limits, strict=True)
+        return [TokenTree.chain(self._draft(index, row, limit)) for index, row, limit in each]
 
     def commit(self, index: int, row: Row, kept: int) -> None:
         """See `Drafter.commit`: nothing to learn, the row's tokens say it."""
