@@ -18,7 +18,7 @@ from specdec.engines.base import Engine
 from specdec.engines.contract import FloatArray, ModelSpec
 from specdec.engines.errors import ExportError, GateError
 from specdec.engines.manifest import Invariance, Parity
-from specdec.export.scoring import Path, Round, same_bits, score, soil
+from specdec.export.scoring import Round, TokenPath, same_bits, score, soil
 
 PROBE_TOKENS = 64  # length of the text that is scored over and over
 LONGEST_WINDOW = 1024  # a sliding window up to this is crossed by a real text; a longer one costs minutes
@@ -41,7 +41,7 @@ class Reference:
 
     rounds: tuple[Round, ...]
     long_round: tuple[Round, ...]
-    logits: dict[Path, FloatArray]
+    logits: dict[TokenPath, FloatArray]
 
 
 def probe_tokens(ids: Sequence[int], spec: ModelSpec, window: int | None) -> list[int]:
@@ -63,7 +63,7 @@ def reference(model: Any, tokens: Sequence[int], vocab_size: int) -> Reference:
     rounds = _script(tokens, vocab_size)
     long_round = _beyond_window(tokens) if len(tokens) > PROBE_TOKENS else ()
     paths = {path for step in (*rounds, *long_round) for _, _, path in step.paths()}
-    logits: dict[Path, FloatArray] = {}
+    logits: dict[TokenPath, FloatArray] = {}
     for batch in _batches(paths):
         width = len(batch[0])  # the longest; the others are padded behind their end, which a causal model ignores
         wanted = {(row, length) for row, text in enumerate(batch) for length in _prefixes(text, paths)}
@@ -76,14 +76,14 @@ def reference(model: Any, tokens: Sequence[int], vocab_size: int) -> Reference:
     return Reference(rounds, long_round, logits)
 
 
-def _batches(paths: Collection[Path]) -> Iterator[list[Path]]:
+def _batches(paths: Collection[TokenPath]) -> Iterator[list[TokenPath]]:
     """The paths that are no beginning of another one, longest first, a few to a batch."""
     begun = {path[:length] for path in paths for length in range(1, len(path))}
     whole = sorted(set(paths) - begun, key=lambda path: (-len(path), path))
     return (whole[start : start + REFERENCE_BATCH] for start in range(0, len(whole), REFERENCE_BATCH))
 
 
-def _prefixes(text: Path, paths: Collection[Path]) -> list[int]:
+def _prefixes(text: TokenPath, paths: Collection[TokenPath]) -> list[int]:
     return [length for length in range(1, len(text) + 1) if text[:length] in paths]
 
 
@@ -182,16 +182,16 @@ def _script(tokens: Sequence[int], vocab_size: int) -> tuple[Round, ...]:
     texts = [tuple(tokens[start : start + PROBE_TOKENS - 8]) for start in (0, 5, 8)]
     lens = (11, 17, 23)
 
-    def past(extra: int) -> tuple[Path, ...]:
+    def past(extra: int) -> tuple[TokenPath, ...]:
         return tuple(text[: length + extra] for text, length in zip(texts, lens, strict=True))
 
-    def true(extra: int, count: int) -> tuple[Path, ...]:
+    def true(extra: int, count: int) -> tuple[TokenPath, ...]:
         return tuple(text[length + extra : length + extra + count] for text, length in zip(texts, lens, strict=True))
 
-    def other(count: int) -> tuple[Path, ...]:
+    def other(count: int) -> tuple[TokenPath, ...]:
         return tuple(tuple(rng.integers(0, vocab_size, count).tolist()) for _ in texts)
 
-    def join(left: tuple[Path, ...], right: tuple[Path, ...]) -> tuple[Path, ...]:
+    def join(left: tuple[TokenPath, ...], right: tuple[TokenPath, ...]) -> tuple[TokenPath, ...]:
         return tuple((*a, *b) for a, b in zip(left, right, strict=True))
 
     lone = other(9)[1:2]

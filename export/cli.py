@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from specdec.engines.command import CommandParser
 from specdec.engines.errors import ExportError, SpecdecError
 from specdec.export.options import BACKENDS, DEFAULT_DRAFTERS, DRAFTERS, PRECISIONS, ExportOptions, Progress
 
@@ -37,11 +38,6 @@ EXAMPLES = """examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
 class _Stopped(BaseException):
     """A signal that ends the export; not an `Exception`, so nothing on the way swallows it."""
 
@@ -52,11 +48,10 @@ class _Stopped(BaseException):
 def build_parser() -> argparse.ArgumentParser:
     """The options of CLI.md that this version has; defaults are `ExportOptions`'s own."""
     default = {field.name: field.default for field in fields(ExportOptions)}
-    parser = _Parser(
-        prog=PROG,
-        description="Turn a checkpoint into a bundle: ONNX graph with KV cache, tokenizer, drafters, measured gates.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = CommandParser(
+        PROG,
+        "Turn a checkpoint into a bundle: ONNX graph with KV cache, tokenizer, drafters, measured gates.",
+        EXAMPLES,
     )
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id (org/name) or a .gguf file")
     parser.add_argument("-o", "--output", metavar="BUNDLE", type=Path, required=True, help="the folder to make")
@@ -87,7 +82,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--force", action="store_true", help="replace an existing bundle, once the new one is whole")
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     parser.add_argument("--quiet", action="store_true", help="no progress and no notes")
-    parser.add_argument("--debug", action="store_true", help="tracebacks and the libraries' own warnings")
     return parser
 
 

@@ -160,15 +160,23 @@ def tiny_bundle(path: Path, family: str = "llama", drafters: Sequence[str] = ("n
     return path
 
 
-@functools.cache
 def shared_checkpoint(family: str = "llama", seed: int = 0) -> Path:
     """A tiny checkpoint that all tests of a run share; do not change it (copy it first)."""
+    return _checkpoint(family, seed)
+
+
+def shared_bundle(family: str = "llama", drafters: tuple[str, ...] = ("ngram", "model")) -> Path:
+    """A tiny bundle that all tests of a run share; do not change it (copy it first)."""
+    return _bundle(family, drafters)
+
+
+@functools.cache
+def _checkpoint(family: str, seed: int) -> Path:
     return tiny_checkpoint(_session_folder() / f"{family}-{seed}", family, seed)
 
 
 @functools.cache
-def shared_bundle(family: str = "llama", drafters: tuple[str, ...] = ("ngram", "model")) -> Path:
-    """A tiny bundle that all tests of a run share; do not change it (copy it first)."""
+def _bundle(family: str, drafters: tuple[str, ...]) -> Path:
     return tiny_bundle(_session_folder() / f"bundle-{family}-{'-'.join(drafters)}", family, drafters)
 
 
