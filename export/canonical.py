@@ -20,7 +20,7 @@ class CanonicalForm(ir.passes.InPlacePass):
     """Order and name nodes, values and initializers by dataflow from the outputs alone, and drop everything else.
 
     Ensures that equal graphs are equal bytes: no name, order, shape or metadata of the trace remains (stack traces with
-    paths of this machine among them). Nodes that read a parameter are named after it; equal constants are one.
+    paths of this machine among them). Nodes that read a parameter are named after it.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -51,24 +51,15 @@ class CanonicalForm(ir.passes.InPlacePass):
 
     @staticmethod
     def _rename_initializers(graph: ir.Graph, nodes: list[ir.Node]) -> None:
-        """Keep the initializers that are read, in order of first use; merge equal constants."""
-        constants: dict[tuple[object, ...], ir.Value] = {}
+        """Keep the initializers that are read, in order of first use; number the constants among them."""
+        read = {value: None for node in nodes for value in node.inputs if value is not None and value.is_initializer()}
         graph.initializers.clear()
-        for node in nodes:
-            for index, value in enumerate(node.inputs):
-                if value is None or value.producer() is not None or value.is_graph_input():
-                    continue
-                tensor = value.const_value
-                if tensor is not None:
-                    key = (tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes())
-                    if key not in constants:
-                        value.name = tensor.name = f"constant.{len(constants)}"
-                        constants[key] = value
-                    value = constants[key]
-                    node.replace_input_with(index, value)
-                if value.name is None:
-                    raise ExportError(f"{node.op_type} reads a parameter without a name")
-                graph.initializers[value.name] = value
+        count = 0
+        for value in read:
+            if value.const_value is not None:
+                value.name = value.const_value.name = f"constant.{count}"
+                count += 1
+            graph.initializers.add(value)
 
 
 class ContractForm(ir.passes.InPlacePass):

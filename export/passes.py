@@ -30,6 +30,7 @@ def lower(model: ir.Model) -> ir.Model:
             ConstantReshapes(),
             PackedGroups(),
             common.IdentityEliminationPass(),
+            MergedConstants(),
             common.CommonSubexpressionEliminationPass(),
             common.RemoveUnusedNodesPass(),
         ],
@@ -43,8 +44,7 @@ def finish(model: ir.Model, spec: ModelSpec) -> ir.Model:
         [
             TiedHead(),
             TransposedWeights(),
-            common.CommonSubexpressionEliminationPass(),
-            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+            MergedConstants(),
             common.RemoveUnusedNodesPass(),
             CanonicalForm(),
             ContractForm(spec),
@@ -65,6 +65,29 @@ class Folded(ir.passes.InPlacePass):
         )
         rewriter.rewrite(model)
         return ir.passes.PassResult(model, modified=folded.modified)
+
+
+class MergedConstants(ir.passes.InPlacePass):
+    """Make every constant an initializer, and equal constants one, so that nodes which differ by them alone can merge.
+
+    Parameters have no data here and are left as they are.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Lift Constant nodes, then point every reader of equal data to one initializer."""
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        first: dict[tuple[object, ...], ir.Value] = {}
+        changed = False
+        for name, value in list(model.graph.initializers.items()):
+            tensor = value.const_value
+            if tensor is None:
+                continue
+            kept = first.setdefault((tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes()), value)
+            if kept is not value:
+                value.replace_all_uses_with(kept)
+                del model.graph.initializers[name]
+                changed = True
+        return ir.passes.PassResult(model, modified=changed)
 
 
 class ConstantReshapes(ir.passes.InPlacePass):
