@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from specdec.engines.base import Engine
@@ -38,10 +39,10 @@ from specdec.export.weights import graph_bytes, write_graph
 
 DEFAULT_MAX_LENGTH = 8192  # tokens of a row unless --max-length says more: caches grow to what is asked for
 SMALL_FILES = 64 * 2**20  # bytes: graph, tokenizer and manifest, at most
-WORKSPACE = 2**30  # bytes beside the weights: libraries, reference logits, caches
-# Peak memory in sizes of the graph's data: PyTorch holds them once, then the engine; ONNX Runtime's CPU provider has no
-# float16 kernels and keeps what it loads a second time, in float32.
-PEAK_OF_WEIGHTS = {"float32": 1.3, "float16": 2.3}
+WORKSPACE = 9 * 2**27  # bytes beside the weights: libraries, a large vocabulary, reference logits, caches
+# What the engine holds at its peak, in sizes of the graph's data (measured): ONNX Runtime's CPU provider has no float16
+# kernels and keeps what it loads a second time, in float32.
+ENGINE_PEAK = {"float32": 1.3, "float16": 2.3}
 TOOLS = ("specdec", "torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime")
 TEXT = (
     "The lighthouse keeper wrote one line a day: wind from the north-west, 7 knots; two ships seen; all well. "
@@ -83,7 +84,7 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> M
     jobs = [job for job in (target, draft) if job is not None]
     graphs = _trace_all(jobs, progress)
     check_disk(options.output, sum(map(graph_bytes, graphs)) + SMALL_FILES)
-    check_memory(max(memory_need(graph_bytes(graph), job.dtype) for job, graph in zip(jobs, graphs, strict=True)))
+    check_memory(max(memory_need(job.spec, graph_bytes(graph)) for job, graph in zip(jobs, graphs, strict=True)))
     with Staging(options.output, force=options.force) as staging:
         models = [_export_model(job, graph, staging.path, progress) for job, graph in zip(jobs, graphs, strict=True)]
         target.tokenizer.write(staging.path)
@@ -108,9 +109,13 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> M
     return manifest
 
 
-def memory_need(weights: int, dtype: Dtype) -> int:
-    """Bytes that exporting a graph with `weights` bytes of data takes at its peak."""
-    return int(PEAK_OF_WEIGHTS[dtype] * weights) + WORKSPACE
+def memory_need(spec: ModelSpec, weights: int) -> int:
+    """Bytes that exporting a model with `weights` bytes of parameters takes at its peak.
+
+    PyTorch holds them first, with two copies of the largest one while a GGUF is read; when it is gone, the engine does.
+    """
+    largest = spec.logits_size * spec.hidden_size * np.dtype(spec.dtype).itemsize
+    return max(weights + 2 * largest, int(ENGINE_PEAK[spec.dtype] * weights)) + WORKSPACE
 
 
 def _resolve(options: ExportOptions, progress: Progress) -> tuple[_Job, _Job | None, int]:

@@ -5,13 +5,16 @@ pickle weights are refused, and a checkpoint's own Python only runs when the use
 `SourceError` of one line. This module knows nothing of graphs, bundles or tokenizers.
 """
 
+import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import gguf
 import torch
 import transformers
 from huggingface_hub import snapshot_download
@@ -76,7 +79,8 @@ class Checkpoint:
             options |= {"use_safetensors": True, "trust_remote_code": self.trust_remote_code, "local_files_only": True}
         folder = self.path.parent if self.format == "gguf" else self.path
         try:
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
+            with _one_name_map():
+                loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
         except Exception as exc:  # transformers, safetensors and gguf raise what they like: OSError to RuntimeError
             raise SourceError(f"the weights of {self.path} cannot be loaded: {_first_line(exc)}") from exc
         model, info = loaded
@@ -109,6 +113,17 @@ def open_checkpoint(model: str, *, revision: str | None = None, trust_remote_cod
     if _HUB_ID.fullmatch(model):
         return _open_folder(_download(model, revision, trust_remote_code), model, trust_remote_code)
     raise SourceError(f"{model} is neither a folder, a .gguf file nor a hub id (org/name)")
+
+
+@contextmanager
+def _one_name_map() -> Iterator[None]:
+    """transformers asks gguf for the same map of tensor names once per sub-module: hundreds of times, seconds."""
+    original = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(original)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = original
 
 
 def _open_file(path: Path) -> Checkpoint:

@@ -8,16 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import ExportError, GateError, ResourceError
 from specdec.engines.manifest import Manifest, ModelDrafter, NgramDrafter, read_manifest, verify_files
 from specdec.export import bundle, pipeline
 from specdec.export.cli import main
 from specdec.export.options import ExportOptions, Progress
-from specdec.export.pipeline import export_bundle
+from specdec.export.pipeline import export_bundle, memory_need
 from support.bundles import LOGITS_SIZE, MAX_LENGTH, TOKENIZER_SIZE, shared_checkpoint, tiny_checkpoint, tiny_gguf
 
 COMMAND = [sys.executable, "-m", "specdec.export.cli"]
@@ -239,7 +241,7 @@ def test_resources_are_refused_before_weights_are_read(tmp_path: Path, monkeypat
 
     options = ExportOptions(model=str(shared_checkpoint()), output=tmp_path / "bundle")
     monkeypatch.setattr(bundle, "available_memory", lambda: 2**28)
-    with pytest.raises(ResourceError, match=r"the export needs 1\.0 GiB of memory, 0\.2 GiB are available"):
+    with pytest.raises(ResourceError, match=r"the export needs 1\.1 GiB of memory, 0\.2 GiB are available"):
         export_bundle(options, Stages())
     assert stages == ["target: checkpoint", "target: tokenizer", "target: trace"]
     monkeypatch.undo()
@@ -247,6 +249,32 @@ def test_resources_are_refused_before_weights_are_read(tmp_path: Path, monkeypat
     with pytest.raises(ResourceError, match="on disk"):
         export_bundle(options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "logits", "hidden", "weights", "peak"),  # bytes, and peak memory as measured
+    [
+        ("float32", 49152, 576, 538 * 10**6, 1.43e9),  # SmolLM2-135M from a GGUF
+        ("float16", 49152, 576, 269 * 10**6, 1.43e9),
+        ("float32", 262144, 640, 1073 * 10**6, 3.48e9),  # Gemma 3 270M from a GGUF
+    ],
+)
+def test_memory_need_covers_what_was_measured(
+    dtype: Literal["float32", "float16"], logits: int, hidden: int, weights: int, peak: float
+) -> None:
+    spec = ModelSpec(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=64,
+        hidden_size=hidden,
+        logits_size=logits,
+        vocab_size=logits,
+        max_length=64,
+        dtype=dtype,
+    )
+    need = memory_need(spec, weights)
+    assert peak < need < 1.5 * peak
+    assert need <= 2 * weights + 1.5e9 or dtype == "float16"
 
 
 def test_unexpected_errors_are_one_line(
