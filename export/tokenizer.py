@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 import transformers
 from tokenizers import pre_tokenizers, processors
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from specdec.engines import manifest
 from specdec.engines.errors import SourceError, UnsupportedModelError
@@ -26,7 +27,9 @@ from specdec.export.sources import Checkpoint
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 PROBE = "Héllo, wörld! 12345 {x} 你好\n\n  two"
 
-# GGUF pre-tokenizers that transformers does not tell from GPT-2's; llama.cpp splits their digits one by one first.
+# GGUF pre-tokenizers of byte-level vocabularies, beside those that transformers has a table for. transformers takes any
+# other for GPT-2's; llama.cpp splits the digits of the second group one by one first.
+_LIKE_GPT2 = frozenset({"gpt-2", "default", "phi-2", "olmo", "mpt", "jais"})
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
 _CONVERSION = "2"  # part of the cache key: raise it when the conversion changes
 
@@ -63,7 +66,8 @@ def cache_dir() -> Path:
 def read_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles:
     """Read or convert the tokenizer of `checkpoint`.
 
-    Raises `SourceError` when there is none, it is broken, or it does not decode what it encodes.
+    Raises `SourceError` when there is none, it is broken, or it does not decode what it encodes, and
+    `UnsupportedModelError` for a GGUF whose splitting of text is not known.
     """
     config = checkpoint.read_json("tokenizer_config.json")
     raw, converted = _tokenizer_json(checkpoint)
@@ -104,6 +108,13 @@ def _tokenizer_json(checkpoint: Checkpoint) -> tuple[bytes, bool]:
 
 
 def _cached_gguf_conversion(checkpoint: Checkpoint) -> bytes:
+    splitter = checkpoint.metadata.get("tokenizer.ggml.pre", "default")
+    known = _LIKE_GPT2 | _SINGLE_DIGITS | set(GGUF_PRE_TOKENIZER_SPLITS)
+    if checkpoint.metadata.get("tokenizer.ggml.model") == "gpt2" and splitter not in known:
+        raise UnsupportedModelError(
+            f"{checkpoint.path} splits text by {splitter!r}, which its conversion does not know: "
+            "use the original checkpoint"
+        )
     with checkpoint.path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     version = f"{_CONVERSION}-{transformers.__version__}"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from specdec.engines.errors import SourceError
+from specdec.engines.errors import SourceError, UnsupportedModelError
 from specdec.export import tokenizer as module
 from specdec.export.sources import open_checkpoint
 from specdec.export.tokenizer import TokenizerFiles, cache_dir, read_tokenizer
@@ -160,6 +160,14 @@ def test_gguf(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(module, "_convert", convert)
     assert read(tmp_path / "tiny.gguf").json == files.json
+
+
+def test_gguf_with_an_unknown_splitter(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "tiny.gguf", splitter="new-and-clever")
+    with pytest.raises(
+        UnsupportedModelError, match="splits text by 'new-and-clever', which its conversion does not know"
+    ):
+        read(path)
 
 
 @pytest.mark.parametrize(("wanted", "first"), [(True, 1), (False, None)])

@@ -96,7 +96,7 @@ def tiny_checkpoint(path: Path, family: str = "llama", seed: int = 0, **changes:
     return path
 
 
-def tiny_gguf(path: Path, seed: int = 0, **metadata: Any) -> Path:
+def tiny_gguf(path: Path, seed: int = 0, splitter: str = "smollm", **metadata: Any) -> Path:
     """Write a llama GGUF (float32, tied, the tiny tokenizer) to `path`; `metadata`: more keys, `__` for a dot."""
     import gguf
     import numpy as np
@@ -117,7 +117,7 @@ def tiny_gguf(path: Path, seed: int = 0, **metadata: Any) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(splitter)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in state["merges"]])
