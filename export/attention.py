@@ -16,9 +16,11 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
+from specdec.engines.errors import UnsupportedModelError
 from specdec.export.operators import emit
 
 NAME = "specdec_in_place"
+BEYOND_ATTENTION = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")  # arguments that change the softmax
 
 
 @contextmanager
@@ -103,9 +105,12 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, Hq, S, D], key and value [B, Hkv, S, D] -> [B, S, Hq, D]; writes at past_lens, attends the buffers."""
+    refused = next((name for name in BEYOND_ATTENTION if options.get(name) is not None), None)
+    if refused is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} attends with {refused}, which ONNX Attention cannot hold")
     now = _round.get()
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     buffers = now.past[2 * layer : 2 * layer + 2]

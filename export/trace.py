@@ -6,6 +6,7 @@ once and repeated (`layers`), and the graph is tidied and checked (`passes`). Th
 ONNX translation; it knows no family and no weight.
 """
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterator
@@ -72,8 +73,9 @@ def trace(config: PretrainedConfig, dtype: Dtype = "float32", *, repeat: bool = 
 
 def _empty_model(config: PretrainedConfig, dtype: Dtype) -> Any:
     """The model of `config`: parameters on the meta device, buffers that it computes itself with their values."""
+    own = copy.deepcopy(config)  # the model writes its dtype and attention into it
     with init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPES[dtype])  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(own, dtype=TORCH_DTYPES[dtype])  # type: ignore[no-untyped-call]
     return model.eval().requires_grad_(False)
 
 
@@ -94,6 +96,8 @@ def _traced_graph(model: Any, spec: ModelSpec) -> ir.Model:
                 ContractModule(model), inputs, dynamic_shapes=_dynamic_shapes(spec), strict=False
             )
             exported = torch.onnx.export(program, dynamo=True, opset_version=OPSET, optimize=False, verbose=False)
+        except ExportError:
+            raise
         except Exception as exc:  # torch.export raises anything that the family's code raises
             reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
             raise ExportError(f"{type(model).__name__} cannot be traced: {reason}") from exc

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.llama import modeling_llama
 
 from specdec.engines.contract import ModelSpec
-from specdec.engines.errors import ExportError
+from specdec.engines.errors import ExportError, UnsupportedModelError
 from specdec.engines.ort import OrtEngine
 from specdec.export import attention
 from specdec.export.trace import model_spec, trace
@@ -152,6 +153,20 @@ def test_what_the_family_raises_while_traced_is_one_error(monkeypatch: pytest.Mo
     assert modeling_llama.apply_rotary_pos_emb is before
     assert attention.NAME not in AttentionInterface._global_mapping
     assert attention.NAME not in AttentionMaskInterface._global_mapping
+
+
+def test_the_configuration_is_left_as_it_was() -> None:
+    config = models.qwen3(num_hidden_layers=1)
+    before = config.to_dict()
+    trace(config)
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("argument", attention.BEYOND_ATTENTION)
+def test_what_the_operator_cannot_hold_is_refused(argument: str) -> None:
+    x = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(UnsupportedModelError, match=f"Identity attends with {argument}, which ONNX Attention cannot"):
+        attention._attend(torch.nn.Identity(), x, x, x, x, **{argument: 30.0})
 
 
 @pytest.mark.slow
