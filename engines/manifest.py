@@ -43,10 +43,12 @@ class Parity(_Record, frozen=True):
 class Invariance(_Record, frozen=True):
     """Result of the bitwise invariance gate: `exact` when every scoring gave the same bits.
 
-    `one_token_max_abs_diff`: how far logits of one-token passes are from them (why `exact` keeps two positions).
+    `least_width`: narrowest pass that gives them; 2 where passes of one token take other kernels, whose logits are off
+    by up to `one_token_max_abs_diff`.
     """
 
     exact: bool
+    least_width: Literal[1, 2]
     scorings: int
     one_token_max_abs_diff: float
 

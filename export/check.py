@@ -8,9 +8,8 @@ engine loads. This module knows the `Engine` protocol, not a backend, and nothin
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import torch
 
@@ -18,11 +17,12 @@ from specdec.engines.base import Engine
 from specdec.engines.contract import FloatArray, ModelSpec
 from specdec.engines.errors import ExportError, GateError
 from specdec.engines.manifest import Invariance, Parity
-from specdec.export.scoring import Round, TokenPath, same_bits, score, soil
+from specdec.export.scoring import LEAST_WIDTH, Round, TokenPath, same_bits, score, soil
 
 PROBE_TOKENS = 64  # length of the text that is scored over and over
 LONGEST_WINDOW = 1024  # a sliding window up to this is crossed by a real text; a longer one costs minutes
-CAPACITIES = (96, 160)
+CAPACITIES = (160, 224)  # slots of the short scorings
+DEEP = 300  # tokens before the deep ones: kernels sum over the cache in blocks (of 128), whose borders must not show
 REFERENCE_BATCH = 8  # sequences of one PyTorch pass: its logits stay below 0.3 GB with the largest vocabularies
 THREADS = (2, 1)
 
@@ -99,10 +99,16 @@ def run_gates(open_engine: Opener, expected: Reference, tokens: Sequence[int]) -
     first, second = THREADS
     with closing(open_engine(first)) as engine:
         parity = check_parity(engine, expected)
-        invariance, base = check_invariance(engine, rows)
+        base = Base(engine, rows)
+        invariance = check_invariance(engine, base, SCORINGS)
     with closing(open_engine(second)) as engine:
-        scorings = _compare_scorings(engine, rows, base, _FEW, f"{second} thread(s), ")
-    return parity, msgspec.structs.replace(invariance, scorings=invariance.scorings + scorings)
+        again = check_invariance(engine, base, FEW_SCORINGS, f"{second} thread(s), ")
+    return parity, Invariance(
+        exact=True,
+        least_width=max(invariance.least_width, again.least_width),
+        scorings=invariance.scorings + again.scorings,
+        one_token_max_abs_diff=max(invariance.one_token_max_abs_diff, again.one_token_max_abs_diff),
+    )
 
 
 def check_parity(engine: Engine, expected: Reference) -> Parity:
@@ -134,49 +140,98 @@ def check_parity(engine: Engine, expected: Reference) -> Parity:
     return Parity(max_abs_error=worst, tolerance=tolerance, positions=positions)
 
 
-# (widths of the chunks, rows scored together, index into CAPACITIES)
-_ALL = (
-    ((2,), 1, 0), ((3,), 1, 0), ((5,), 1, 0), ((8,), 1, 0), ((1, 13, 4, 2, 21, 7), 1, 0), ((31, 33), 1, 0),
-    ((PROBE_TOKENS,), 1, 1), ((5,), 1, 1), ((3,), 2, 0), ((PROBE_TOKENS,), 2, 1), ((2, 5, 8), 4, 0), ((16,), 4, 1),
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """One way to score: chunks of `widths` in turn, `batch` rows together, `slots` in the cache.
+
+    `past`: widths of the chunks before, if the text is scored at the end of a longer one (`DEEP` tokens).
+    """
+
+    widths: tuple[int, ...]
+    batch: int = 1
+    slots: int = CAPACITIES[0]
+    past: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        behind = f" behind {sum(self.past)} tokens" if self.past else ""
+        return f"chunks of {'/'.join(map(str, self.widths))}{behind}, batch {self.batch}, {self.slots} slots"
+
+    def run(self, engine: Engine, rows: Sequence[Sequence[int]]) -> list[FloatArray]:
+        """Logits [len, V] of the first `batch` rows, in passes as narrow as the chunks are."""
+        least = 1 if self.widths == (1,) else LEAST_WIDTH
+        texts = [[*_before(row, sum(self.past)), *row] for row in rows[: self.batch]]
+        return score(engine, engine.allocate(self.batch, self.slots), texts, self.widths, past=self.past, least=least)
+
+
+_SMALL, _LARGE = CAPACITIES
+_WHOLE = (PROBE_TOKENS,)
+SCORINGS = (
+    Scoring((2,)), Scoring((3,)), Scoring((5,)), Scoring((8,)), Scoring((1, 13, 4, 2, 21, 7)), Scoring((31, 33)),
+    Scoring(_WHOLE, 1, _LARGE), Scoring((5,), 1, _LARGE), Scoring((3,), 2), Scoring(_WHOLE, 2, _LARGE),
+    Scoring((2, 5, 8), 4), Scoring((16,), 4, _LARGE), Scoring((2,), 1, 2 * DEEP, (DEEP,)),
+    Scoring((5,), 1, 3 * DEEP, (77, DEEP - 77)), Scoring((1,)), Scoring((1,), 4, _LARGE),
+    Scoring((1,), 1, 2 * DEEP, (DEEP,)),
 )  # fmt: skip
-_FEW = (((PROBE_TOKENS,), 1, 0), ((3,), 1, 0), ((8,), 4, 1))
+FEW_SCORINGS = (
+    Scoring(_WHOLE), Scoring((3,)), Scoring((8,), 4, _LARGE), Scoring((3,), 1, 2 * DEEP, (DEEP,)), Scoring((1,)),
+)  # fmt: skip
 
 
-def check_invariance(engine: Engine, rows: Sequence[Sequence[int]]) -> tuple[Invariance, list[FloatArray]]:
-    """Score `rows` in many ways and compare bit by bit with each row alone in one chunk; return those logits too."""
-    kv = engine.allocate(1, CAPACITIES[0] + PROBE_TOKENS)
-    base = [score(engine, kv, [row], [len(row)])[0] for row in rows]
-    scorings = _compare_scorings(engine, rows, base, _ALL)
-    single = score(engine, kv, [rows[-1]], [1], least=1)[0]
-    deviation = float(np.abs(single.astype(np.float32) - base[-1].astype(np.float32)).max())
-    return Invariance(exact=True, scorings=scorings, one_token_max_abs_diff=deviation), base
+class Base:
+    """Logits that every scoring is compared with: each row in one chunk, and the first one behind `DEEP` tokens."""
+
+    def __init__(self, engine: Engine, rows: Sequence[Sequence[int]]) -> None:
+        self.rows = rows
+        self._short = [Scoring((len(row),)).run(engine, [row])[0] for row in rows]
+        self._deep = Scoring((len(rows[0]),), 1, 2 * DEEP, (DEEP,)).run(engine, rows) if self.fits(engine) else []
+
+    @staticmethod
+    def fits(engine: Engine) -> bool:
+        """Whether the model's context is long enough for the deep scorings."""
+        return engine.spec.max_length >= DEEP + PROBE_TOKENS
+
+    def logits(self, scoring: Scoring) -> list[FloatArray]:
+        """What `scoring` has to give."""
+        return self._deep if scoring.past else self._short[: scoring.batch]
 
 
-def _compare_scorings(
-    engine: Engine,
-    rows: Sequence[Sequence[int]],
-    base: Sequence[FloatArray],
-    scorings: Sequence[tuple[tuple[int, ...], int, int]],
-    where: str = "",
-) -> int:
-    for widths, batch, capacity in scorings:
-        slots = CAPACITIES[capacity] + PROBE_TOKENS
-        kv = engine.allocate(batch, slots)
-        for row, logits in enumerate(score(engine, kv, rows[:batch], widths)):
-            if not same_bits(logits, base[row]):
-                chunks = "/".join(map(str, widths))
+def check_invariance(engine: Engine, base: Base, scorings: Sequence[Scoring] = SCORINGS, where: str = "") -> Invariance:
+    """Score the base's rows in other ways and compare bit by bit; `where` says in messages which engine it is.
+
+    Passes of one token may differ, then `least_width` is 2; any other difference raises `GateError`.
+    """
+    possible = [scoring for scoring in scorings if not scoring.past or base.fits(engine)]
+    least_width: Literal[1, 2] = 1
+    deviation = 0.0
+    for scoring in possible:
+        for row, (logits, expected) in enumerate(
+            zip(scoring.run(engine, base.rows), base.logits(scoring), strict=True)
+        ):
+            if same_bits(logits, expected):
+                continue
+            if scoring.widths != (1,):
                 raise GateError(
-                    f"invariance gate failed: {_first_difference(logits, base[row])} of row {row} in {where}"
-                    f"chunks of {chunks}, batch {batch}, {slots} slots, against the whole text in one chunk"
+                    f"invariance gate failed: {_first_difference(logits, expected)} of row {row} in {where}{scoring}, "
+                    "against the whole text in one chunk"
                 )
-    return len(scorings)
+            least_width, deviation = 2, max(deviation, _largest_difference(logits, expected))
+    return Invariance(exact=True, least_width=least_width, scorings=len(possible), one_token_max_abs_diff=deviation)
+
+
+def _before(row: Sequence[int], count: int) -> list[int]:
+    """`count` tokens of another text of the same words."""
+    return [row[(7 * index + index * index) % len(row)] for index in range(count)]
 
 
 def _first_difference(left: FloatArray, right: FloatArray) -> str:
     unsigned = np.dtype(f"u{left.dtype.itemsize}")
     position, token = np.argwhere(left.view(unsigned) != right.view(unsigned))[0]
-    largest = float(np.abs(left.astype(np.float32) - right.astype(np.float32)).max())
+    largest = _largest_difference(left, right)
     return f"bits differ, first at position {position}, logit of token {token} (largest difference {largest:.3g})"
+
+
+def _largest_difference(left: FloatArray, right: FloatArray) -> float:
+    return float(np.abs(left.astype(np.float32) - right.astype(np.float32)).max())
 
 
 def _script(tokens: Sequence[int], vocab_size: int) -> tuple[Round, ...]:

@@ -12,6 +12,7 @@ computes follows from equal signatures, and is checked on logits by the gates of
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import onnx_ir as ir
@@ -126,6 +127,9 @@ def repeat_layers(model: ir.Model, plan: LayerPlan) -> None:
     cuts = [_Cut(graph, index, plan.prefix) for index in range(len(plan.templates))]
     for cut in cuts:
         cut.check(cuts)
+    for before, after in pairwise(cuts):
+        if after.enter.inputs[0] is not before.leave.outputs[0]:
+            raise ExportError(f"decoder layer {after.index} cannot be repeated: it does not read layer {before.index}")
     outside = [value for value in graph.inputs if not value.name or not value.name.startswith("past_key_values.")]
     logits = [value for value in graph.outputs if not value.name or not value.name.startswith("present.")]
     hidden = cuts[0].enter.inputs[0]
@@ -147,8 +151,8 @@ def repeat_layers(model: ir.Model, plan: LayerPlan) -> None:
     graph.outputs[:] = [*logits, *present]
     for cut in reversed(cuts):
         graph.remove([cut.leave, *reversed(cut.nodes), cut.enter], safe=True)
-        for old, first in zip(cut.past, past, strict=False):
-            old.replace_all_uses_with(first)  # what is left asks for its shape
+        for old, first in zip(cut.past, past[:2], strict=True):
+            old.replace_all_uses_with(first)  # what is left asks for shapes, which are those of every layer
     graph.inputs[:] = [*outside, *past]
     for cut in cuts:
         for value in cut.parameters:

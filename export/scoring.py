@@ -14,7 +14,7 @@ from specdec.engines.base import Engine, KVBuffers
 from specdec.engines.chunk import RowInput, pack
 from specdec.engines.contract import Chunk, FloatArray
 
-LEAST_WIDTH = 2  # positions of a pass: one-token passes take other kernels (ARCHITECTURE, idea 5)
+LEAST_WIDTH = 2  # positions of a pass: on many graphs one-token passes take other kernels (docs/lossless.md)
 
 TokenPath = tuple[int, ...]  # tokens from the start of the text to one scored token, both included
 
@@ -49,22 +49,34 @@ class Round:
 
 
 def score(
-    engine: Engine, kv: KVBuffers, rows: Sequence[Sequence[int]], widths: Sequence[int], *, least: int = LEAST_WIDTH
+    engine: Engine,
+    kv: KVBuffers,
+    rows: Sequence[Sequence[int]],
+    widths: Sequence[int],
+    *,
+    past: Sequence[int] = (),
+    least: int = LEAST_WIDTH,
 ) -> list[FloatArray]:
     """Logits [len, V] of every position of every row, run as one batch in chunks of `widths` (repeated as needed).
 
+    Positions in chunks of the widths `past`, which go before, get no logits: [len - sum(past), V] are returned.
     A pass has at least `least` positions per row; rows that are done, or shorter than the pass, are padded.
     `kv` needs `max(len) + max(widths)` slots.
     """
-    scored = [np.empty((len(row), engine.spec.logits_size), engine.spec.dtype) for row in rows]
-    done, turn = [0] * len(rows), 0
+    start, longest = sum(past), engine.spec.max_length
+    for width, at in zip(past, np.cumsum([0, *past]), strict=False):
+        engine.step(
+            pack([RowInput(row[at : at + width], 0) for row in rows], np.full(len(rows), at), least, longest), kv
+        )
+    scored = [np.empty((len(row) - start, engine.spec.logits_size), engine.spec.dtype) for row in rows]
+    done, turn = [start] * len(rows), 0
     while any(at < len(row) for at, row in zip(done, rows, strict=True)):
         width = widths[turn % len(widths)]
         parts = [row[at : at + width] for at, row in zip(done, rows, strict=True)]
-        chunk = pack([RowInput(part, len(part)) for part in parts], np.array(done), least, engine.spec.max_length)
+        chunk = pack([RowInput(part, len(part)) for part in parts], np.array(done), least, longest)
         logits = engine.step(chunk, kv)  # [B, N, V]
         for index, part in enumerate(parts):
-            scored[index][done[index] : done[index] + len(part)] = logits[index, : len(part)]
+            scored[index][done[index] - start : done[index] - start + len(part)] = logits[index, : len(part)]
             done[index] += len(part)
         turn += 1
     return scored

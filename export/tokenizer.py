@@ -77,7 +77,7 @@ def read_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles:
         raise SourceError(f"the tokenizer of {checkpoint.path} is damaged: {exc}") from exc
     special = _special_tokens(checkpoint, config, backend)
     add_bos = checkpoint.metadata.get("tokenizer.ggml.add_bos_token", config.get("add_bos_token"))
-    if _set_bos(backend, special.get("bos_token"), add_bos) or converted:
+    if _unlimit(backend) | _set_bos(backend, special.get("bos_token"), add_bos) or converted:
         raw = (backend.to_str(pretty=False) + "\n").encode()
     vocabulary = backend.get_vocab(with_added_tokens=True)
     if not vocabulary:
@@ -151,6 +151,14 @@ def _convert(checkpoint: Checkpoint) -> bytes:
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
     return backend.to_str(pretty=False).encode()
+
+
+def _unlimit(backend: tokenizers.Tokenizer) -> bool:
+    """Drop truncation and padding left over from training, which would silently cut prompts; return whether any was."""
+    limited = backend.truncation is not None or backend.padding is not None
+    backend.no_truncation()
+    backend.no_padding()
+    return limited
 
 
 def _set_bos(backend: tokenizers.Tokenizer, bos: str | None, wanted: object) -> bool:

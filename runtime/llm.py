@@ -7,8 +7,9 @@
 This module wires bundle, engines, drafter and scheduler together; the algorithm is `scheduler.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ import numpy as np
 from specdec.engines.base import Engine
 from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import BundleError, RequestError
-from specdec.engines.manifest import Model, ModelDrafter, read_manifest, verify_files
+from specdec.engines.manifest import Model, ModelDrafter, Variant, read_manifest, verify_files
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.runtime import drafters
 from specdec.runtime.drafters.base import Drafter
@@ -28,8 +29,6 @@ from specdec.runtime.request import FinishReason, RequestOutput, Row
 from specdec.runtime.sampling import SamplingParams
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.text import Message, TextCodec
-
-EXACT_WIDTH = 2  # positions of the narrowest pass that keeps an engine's bits (docs/lossless.md)
 
 Prompt = str | Sequence[int]
 Mode = Literal["exact", "fast"]
@@ -74,9 +73,10 @@ class Delta:
 class LLM:
     """A bundle, loaded. Calls from several threads are independent of each other.
 
-    `mode`: `exact` carries at least two positions in every pass, so that speculation, batching and prefill change no
-    bit of the logits; `fast` allows passes of one token, which are cheaper and whose logits differ in the last bits
-    (more when quantized). Default: `exact` where the variant's invariance gate passed at export, else `fast`.
+    `mode`: in `exact`, speculation, batching and prefill change no bit of the logits: no pass is narrower than the
+    variant's `least_width`, as measured at export. `fast` allows passes of one token everywhere; where those take other
+    kernels they are cheaper, and their logits differ (in the last bits in fp32, more when quantized). Default: `exact`
+    where the variant's invariance gate passed, else `fast`.
     `verify`: compare every file's SHA-256 with the manifest (about a second per GB).
 
     Raises `BundleError`, `EngineError`, `RequestError` (an option that the bundle cannot fulfil).
@@ -98,18 +98,21 @@ class LLM:
         self.method = self._choose_method()
         if verify:
             verify_files(self.bundle, self.manifest)
-        chosen = _pick(self.manifest.target, variant, "target")
-        gate = self.manifest.target.variants[chosen].invariance.exact
-        if mode == "exact" and not gate:
-            raise RequestError(f"variant {chosen} failed its invariance gate at export: mode exact is not to be had")
-        self.mode: Mode = mode or ("exact" if gate else "fast")
+        target = _pick(self.manifest.target, variant)
+        exact = target.invariance.exact
+        if mode == "exact" and not exact:
+            raise RequestError(f"{target.precision} failed its invariance gate at export: mode exact is not to be had")
+        self.mode: Mode = mode or ("exact" if exact else "fast")
         self.text = TextCodec(self.bundle, self.manifest.tokenizer)
         self._engines: dict[str, Engine] = {}
         self._engine_config = engine
-        self._target = self._open(self.manifest.target, chosen)
+        self._target, self._width = self._open(self.manifest.target.spec, target)
         record = self.manifest.drafters.get(self.method) if self.method else None
-        self._draft_record = record if isinstance(record, ModelDrafter) else None
-        self._draft = self._open(record.model, None) if isinstance(record, ModelDrafter) else None
+        self._draft: Callable[[int], Drafter] | None = None  # number of rows -> drafter
+        if isinstance(record, ModelDrafter):
+            self._draft = partial(self._draft_model, record, *self._open(record.model.spec, _pick(record.model)))
+        elif record is not None:
+            self._draft = self._ngram
 
     @property
     def spec(self) -> ModelSpec:
@@ -167,28 +170,26 @@ class LLM:
             raise RequestError(f"this bundle has no drafter {method!r}: choose one of {', '.join(['auto', *known])}")
         return method
 
-    def _open(self, model: Model, variant: str | None) -> Engine:
-        """Open a model's graph; the same graph (a target that drafts for itself) is loaded once."""
-        graph = model.variants[_pick(model, variant, "draft")].graph
-        if graph not in self._engines:
-            self._engines[graph] = open_engine(self.bundle / graph, model.spec, self._engine_config)
-        return self._engines[graph]
+    def _open(self, spec: ModelSpec, variant: Variant) -> tuple[Engine, int]:
+        """Open a graph (once, if a target drafts for itself); return it and the positions of its narrowest pass."""
+        if variant.graph not in self._engines:
+            self._engines[variant.graph] = open_engine(self.bundle / variant.graph, spec, self._engine_config)
+        return self._engines[variant.graph], variant.invariance.least_width if self.mode == "exact" else 1
 
     def _scheduler(self, requests: int) -> Scheduler:
         rows = min(requests, self.manifest.limits.max_batch)
-        width = EXACT_WIDTH if self.mode == "exact" else 1
-        return Scheduler(CachedModel(self._target, max_rows=rows, min_width=width), self._drafter(rows, width))
+        target = CachedModel(self._target, max_rows=rows, min_width=self._width)
+        return Scheduler(target, self._draft(rows) if self._draft else None)
 
-    def _drafter(self, rows: int, width: int) -> Drafter | None:
+    def _draft_model(self, record: ModelDrafter, engine: Engine, width: int, rows: int) -> Drafter:
+        model = CachedModel(engine, max_rows=rows, min_width=width)
+        count = self.speculative.num_speculative_tokens or drafters.MODEL_TOKENS
+        return DraftModel(model, count, self.spec.vocab_size, record.shared_vocab)
+
+    def _ngram(self, rows: int) -> Drafter:
         config = self.speculative
-        if self._draft is not None and self._draft_record is not None:
-            count = config.num_speculative_tokens or drafters.MODEL_TOKENS
-            model = CachedModel(self._draft, max_rows=rows, min_width=width)
-            return DraftModel(model, count, self.spec.vocab_size, self._draft_record.shared_vocab)
-        if self.method == "ngram":
-            count = config.num_speculative_tokens or drafters.NGRAM_TOKENS
-            return NgramDrafter(count, config.prompt_lookup_min, config.prompt_lookup_max, always=width > 1)
-        return None
+        count = config.num_speculative_tokens or drafters.NGRAM_TOKENS
+        return NgramDrafter(count, config.prompt_lookup_min, config.prompt_lookup_max, always=self._width > 1)
 
     def _row(self, prompt: Prompt, params: SamplingParams) -> Row:
         """Check a prompt and make it a row."""
@@ -210,13 +211,13 @@ class LLM:
         return Row(tuple(tokens), params, self.text.stream(params.stop), eos, limit)
 
 
-def _pick(model: Model, variant: str | None, what: str) -> str:
-    """Return the variant's name: the one asked for, or the first."""
-    if variant is not None and variant not in model.variants:
-        raise RequestError(f"the {what} has no variant {variant!r}: choose one of {', '.join(model.variants)}")
+def _pick(model: Model, name: str | None = None) -> Variant:
+    """Return the variant of this name, or the first."""
     if not model.variants:
-        raise BundleError(f"the manifest lists no variant of the {what}; export the bundle again")
-    return variant or next(iter(model.variants))
+        raise BundleError("the manifest lists a model without variants; export the bundle again")
+    if name is not None and name not in model.variants:
+        raise RequestError(f"this bundle has no variant {name!r}: choose one of {', '.join(model.variants)}")
+    return model.variants[name or next(iter(model.variants))]
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -15,6 +15,7 @@ from specdec.engines.manifest import read_manifest
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.export.check import (
     PROBE_TOKENS,
+    Base,
     Reference,
     check_invariance,
     check_parity,
@@ -119,8 +120,8 @@ def test_a_right_graph_passes(llama: Reference) -> None:
     parity, invariance = run_gates(opener, llama, TOKENS)
     assert 0 < parity.max_abs_error < parity.tolerance == 1e-4
     assert parity.positions == sum(len(step.tokens) * step.scored for step in llama.rounds) == 74
-    assert (invariance.exact, invariance.scorings) == (True, 15)
-    assert 0 <= invariance.one_token_max_abs_diff < 1e-4
+    assert (invariance.exact, invariance.least_width, invariance.scorings) == (True, 1, 22)
+    assert invariance.one_token_max_abs_diff == 0
     assert len(opened) == 2  # one per thread count, one at a time, closed again
     for engine in opened:
         with pytest.raises(Exception, match="closed"):
@@ -173,7 +174,28 @@ def test_faults_fail_parity(llama: Reference, fault: type[Faulty], message: str)
 )
 def test_faults_fail_invariance(fault: type[Faulty], message: str) -> None:
     with pytest.raises(GateError, match=r"^invariance gate failed: bits differ, .*" + message):
-        check_invariance(fault(open_tiny()), ROWS)
+        check_invariance(fault(open_tiny()), Base(open_tiny(), ROWS))
+
+
+class OneTokenNoise(Faulty):
+    def logits(self, chunk: Chunk, logits: FloatArray) -> FloatArray:
+        return logits + (chunk.width == 1) * np.float32(0.25)
+
+
+def test_one_token_passes_may_differ_and_then_two_are_the_least() -> None:
+    invariance = check_invariance(OneTokenNoise(open_tiny()), Base(open_tiny(), ROWS))
+    assert (invariance.exact, invariance.least_width) == (True, 2)
+    assert invariance.one_token_max_abs_diff == pytest.approx(0.25, rel=1e-5)
+
+
+class DeepNoise(Faulty):
+    def logits(self, chunk: Chunk, logits: FloatArray) -> FloatArray:
+        return logits + (chunk.width == 5 and chunk.past_lens[0] > 256) * np.float32(1e-6)
+
+
+def test_a_difference_far_into_the_text_fails_invariance() -> None:
+    with pytest.raises(GateError, match="of row 0 in chunks of 5 behind 300 tokens, batch 1, 900 slots"):
+        check_invariance(DeepNoise(open_tiny()), Base(open_tiny(), ROWS))
 
 
 def test_threads_that_change_bits_fail_invariance(llama: Reference) -> None:
@@ -181,7 +203,9 @@ def test_threads_that_change_bits_fail_invariance(llama: Reference) -> None:
         def logits(self, chunk: Chunk, logits: FloatArray) -> FloatArray:
             return logits + np.float32(1e-6)
 
-    with pytest.raises(GateError, match=r"invariance gate failed: .* in 1 thread\(s\), chunks of 64"):
+    with pytest.raises(
+        GateError, match=r"invariance gate failed: .* in 1 thread\(s\), chunks of 64, batch 1, 160 slots"
+    ):
         run_gates(lambda threads: open_tiny(threads) if threads == 2 else Off(open_tiny(threads)), llama, TOKENS)
 
 

@@ -12,6 +12,7 @@ import pytest
 import specdec.runtime as api
 from specdec.engines.errors import BundleError, RequestError
 from specdec.runtime import LLM, EngineConfig, SamplingParams, SpeculativeConfig, kv
+from specdec.runtime.llm import Mode
 from support.bundles import LOGITS_SIZE, MAX_LENGTH, TOKENIZER_SIZE, shared_bundle
 from support.trace import recorded_logits
 
@@ -168,7 +169,7 @@ def test_threads_do_not_disturb_each_other(llm: LLM) -> None:
     assert [got[i] for i in range(len(PROMPTS))] == expected
 
 
-def test_exact_never_runs_one_position_and_fast_does(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_runs_no_pass_narrower_than_the_manifest_says(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
 
     def watch(llm: LLM) -> set[int]:
@@ -180,9 +181,27 @@ def test_exact_never_runs_one_position_and_fast_does(plain: LLM, monkeypatch: py
         llm.generate([7], params(max_new_tokens=5))
         return set(widths)
 
-    assert plain.mode == "exact"
-    assert watch(plain) == {2}
-    assert watch(LLM(shared_bundle(), speculative=SpeculativeConfig(method=None), mode="fast")) == {1}
+    def load(mode: Mode | None) -> LLM:
+        return LLM(broken, speculative=SpeculativeConfig(method=None), mode=mode)
+
+    edit(lambda m: m["target"]["variants"]["fp32"]["invariance"].update(least_width=2))(broken)
+    assert load(None).mode == "exact"
+    assert watch(load(None)) == {2}
+    assert watch(load("fast")) == {1}
+    edit(lambda m: m["target"]["variants"]["fp32"]["invariance"].update(least_width=1))(broken)
+    assert watch(load("exact")) == {1}
+
+
+def test_two_positions_at_least_change_no_bit(llm: LLM, broken: Path) -> None:
+    """Where one-token passes differ, exact pads plain decoding and fills n-gram drafts: the text must not know."""
+    edit(lambda m: m["target"]["variants"]["fp32"]["invariance"].update(least_width=2))(broken)
+    edit(lambda m: m["drafters"]["model"]["model"]["variants"]["fp32"]["invariance"].update(least_width=2))(broken)
+    with recorded_logits() as expected:
+        llm.generate(PROMPTS, params())
+    wide = LLM(broken, speculative=llm.speculative)
+    with recorded_logits() as got:
+        wide.generate(PROMPTS, params())
+    assert got == expected
 
 
 @pytest.mark.parametrize(
