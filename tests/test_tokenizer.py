@@ -117,6 +117,15 @@ def test_added_tokens_count(folder: Path) -> None:
     assert read(folder).vocab_size == TOKENIZER_SIZE + 1
 
 
+def test_truncation_and_padding_of_training_are_dropped(folder: Path) -> None:
+    backend = tiny_tokenizer()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(folder / "tokenizer.json"))
+    text = "the quick brown fox jumps over the lazy dog"
+    assert read(folder).backend().encode(text).ids == tiny_tokenizer().encode(text).ids
+
+
 def test_broken_tokenizers(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(SourceError, match=r"the tokenizer of .*tiny is damaged"):
