@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from specdec.engines.errors import ExportError
+from specdec.engines.errors import ExportError, ResourceError
 
 TRANSPOSED = "specdec.transposed"
 ALIASES = "specdec.aliases"
@@ -52,20 +52,29 @@ def write_graph(
 
     Holds one tensor at a time besides `weights`; equal graphs and weights give equal bytes. `progress(done, total)` is
     called in bytes. Raises `ExportError` naming the first parameter that is missing, unused or of another shape,
-    before anything is written.
+    before anything is written, and `ResourceError` when the disk does not take it.
     """
     slots = _layout(graph)
     _check(slots, weights)
-    total = graph_bytes(graph)
     data = path.with_name(path.name + ".data")
+    try:
+        _write_data(slots, weights, data, progress)
+        with _external(slots, data.name):
+            ir.save(graph, path)
+    except OSError as exc:
+        raise ResourceError(f"{exc.filename or data} cannot be written: {exc.strerror or exc}") from exc
+
+
+def _write_data(
+    slots: list[_Slot], weights: Mapping[str, torch.Tensor], data: Path, progress: Callable[[int, int], None] | None
+) -> None:
+    total = slots[-1].offset + slots[-1].length if slots else 0
     with data.open("wb") as stream:
         for slot in slots:
             stream.write(bytes(slot.offset - stream.tell()))
             _tensor(slot, weights).tofile(stream)
             if progress is not None:
                 progress(slot.offset + slot.length, total)
-    with _external(slots, data.name):
-        ir.save(graph, path)
 
 
 @contextmanager

@@ -37,8 +37,11 @@ def test_layers_that_differ_in_a_scalar_or_a_shape_are_of_different_kinds() -> N
     assert not layers.full_plan(model).repeats
 
 
-def marked_graph(*, stray: bool = False, crossing: bool = False) -> ir.Model:
-    """Two marked layers h -> h * weight + past; `stray`: an inner value leaves, `crossing`: layer 1 reads layer 0."""
+def marked_graph(*, stray: bool = False, crossing: bool = False, between: bool = False) -> ir.Model:
+    """Two marked layers h -> h * weight + past.
+
+    `stray`: an inner value leaves; `crossing`: layer 1 reads inside layer 0; `between`: something lies between them.
+    """
     x = graphs.value("x", ["n"])
     past = [graphs.value(f"past_key_values.{index}.{part}", ["n"]) for index in (0, 1) for part in ("key", "value")]
     nodes: list[ir.Node] = []
@@ -57,6 +60,9 @@ def marked_graph(*, stray: bool = False, crossing: bool = False) -> ir.Model:
             present.append(made.outputs[0])
         nodes += [enter, scaled, keys, values, total, leave]
         hidden = leave.outputs[0]
+        if between:
+            nodes.append(graphs.node("Neg", [hidden], ["n"]))
+            hidden = nodes[-1].outputs[0]
     last = graphs.node("Add", [hidden, inner[0]] if stray else [hidden, hidden], ["n"])
     last.outputs[0].name = "logits"
     return graphs.model([x, *past], [*nodes, last], [last.outputs[0], *present])
@@ -79,6 +85,7 @@ def test_marked_layers_are_repeated() -> None:
     [
         ({"stray": True}, "decoder layer 0 cannot be repeated: .* is used outside it"),
         ({"crossing": True}, "decoder layer 0 cannot be repeated: .* is used outside it"),
+        ({"between": True}, "decoder layer 1 cannot be repeated: it does not read layer 0"),
     ],
 )
 def test_a_layer_with_other_inputs_or_outputs_is_an_error(fault: dict[str, bool], message: str) -> None:

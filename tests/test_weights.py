@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from specdec.engines.errors import ExportError
+from specdec.engines.errors import ExportError, ResourceError
 from specdec.export.weights import ALIASES, ALIGNMENT, TRANSPOSED, graph_bytes, write_graph
 from support import graphs
 
@@ -89,3 +89,11 @@ def test_wrong_weights_are_named_before_anything_is_written(
     with pytest.raises(ExportError, match=message):
         write_graph(graph(), given, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"nowhere/model.onnx.data cannot be written: No such file or directory"):
+        write_graph(graph(), weights(), tmp_path / "nowhere" / "model.onnx")
+    (tmp_path / "model.onnx").mkdir()
+    with pytest.raises(ResourceError, match=r"model.onnx cannot be written: Is a directory"):
+        write_graph(graph(), weights(), tmp_path / "model.onnx")
