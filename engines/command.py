@@ -1,16 +1,29 @@
-"""What all commands share: one-line usage errors, exit codes, tracebacks only on demand.
+"""What all commands share: one-line errors, exit codes, signals, tracebacks only on demand.
 
 It lies here because every layer may import `engines`; it knows no command. Exit codes: 0 done, 1 the work or the check
-failed, 2 wrong usage, 130 interrupted.
+failed, 2 wrong usage, 128 + n ended by signal n.
 """
 
 import argparse
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from specdec.engines.errors import RequestError, SpecdecError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(BaseException):
+    """A signal that ends the command; not an `Exception`, so that nothing on the way swallows it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -32,14 +45,36 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def run_command(prog: str, work: Callable[[], int], *, debug: bool) -> int:
-    """Run `work` and return its exit code, or that of the error it ends with, printed as one line."""
+    """Run `work` and return its exit code, or that of the error or signal it ends with, told in one line."""
     try:
-        return work()
-    except SpecdecError as exc:
+        with _signals_raised():
+            return work()
+    except Stopped as stop:
+        print(f"{prog}: stopped by {signal.Signals(stop.number).name}", file=sys.stderr)
+        return 128 + stop.number
+    except Exception as exc:
         if debug:
             traceback.print_exc()
-        print(f"{prog}: error: {' '.join(str(exc).split())}", file=sys.stderr)
+        known = isinstance(exc, SpecdecError)
+        kind = "" if known else f"{type(exc).__name__}: "
+        hint = "" if known or debug else f"; run {prog} again with --debug and report it"
+        print(f"{prog}: error: {kind}{' '.join(str(exc).split())}{hint}", file=sys.stderr)
         return 2 if isinstance(exc, RequestError) else 1
-    except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr)
-        return 130
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """While open, SIGINT and SIGTERM raise `Stopped`, so that what is half-done is cleaned up."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals go to the main thread alone
+        return
+    previous = {number: signal.signal(number, stop) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -17,7 +17,7 @@ from specdec.runtime import LLM, RequestOutput, SamplingParams, SpeculativeConfi
 from specdec.tools.models import model_path
 from specdec.tools.prompts import PROMPTS
 
-PROG = "specdec-demo"
+PROG = "python -m specdec.tools.demo"
 SHOWN = ("summary", "edit", "extraction", "story")
 EXAMPLES = "example:\n  python -m specdec.tools.demo --bundle build/smollm2 --max-new-tokens 96\n"
 

@@ -4,13 +4,13 @@ Conclusions are a pure function of the facts that `probes` gathers. A backend th
 is reported as such, whatever is installed: a library alone generates no text. Nothing here loads a model or a bundle.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from specdec.engines.command import CommandParser, run_command
 from specdec.tools import probes
 from specdec.tools.probes import Facts
 
@@ -23,6 +23,7 @@ EXPORT_PACKAGES = (
     *("safetensors", "huggingface-hub", "rich"),
 )
 
+PROG = "specdec-doctor"
 EXAMPLES = """\
 examples:
   specdec-doctor             a report for people
@@ -238,24 +239,17 @@ def _gigabytes(size: int | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; return 0 when some engine can run here, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="specdec-doctor",
-        description="Tell what this machine can run and build with specdec, and what to install for the rest.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Tell what this machine can run and build with specdec, and what to install for the rest."
+    parser = CommandParser(PROG, description, EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--debug", action="store_true", help="show a traceback when the doctor itself fails")
     options = parser.parse_args(argv)
-    try:
+
+    def examine() -> int:
         report = diagnose(probes.gather())
-    except Exception as exc:
-        if options.debug:
-            raise
-        print(f"specdec-doctor: error: {exc}; run again with --debug and report it", file=sys.stderr)
-        return 1
-    print(to_json(report) if options.json else to_text(report))
-    return 0 if report.ok else 1
+        print(to_json(report) if options.json else to_text(report))
+        return 0 if report.ok else 1
+
+    return run_command(PROG, examine, debug=options.debug)
 
 
 if __name__ == "__main__":

