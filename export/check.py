@@ -168,9 +168,8 @@ _WHOLE = (PROBE_TOKENS,)
 SCORINGS = (
     Scoring((2,)), Scoring((3,)), Scoring((5,)), Scoring((8,)), Scoring((1, 13, 4, 2, 21, 7)), Scoring((31, 33)),
     Scoring(_WHOLE, 1, _LARGE), Scoring((5,), 1, _LARGE), Scoring((3,), 2), Scoring(_WHOLE, 2, _LARGE),
-    Scoring((2, 5, 8), 4), Scoring((16,), 4, _LARGE), Scoring((2,), 1, 2 * DEEP, (DEEP,)),
-    Scoring((5,), 1, 3 * DEEP, (77, DEEP - 77)), Scoring((1,)), Scoring((1,), 4, _LARGE),
-    Scoring((1,), 1, 2 * DEEP, (DEEP,)),
+    Scoring((2, 5, 8), 4), Scoring((16,), 4, _LARGE), Scoring((5, 2), 1, 3 * DEEP, (77, DEEP - 77)),
+    Scoring((1,)), Scoring((1,), 4, _LARGE), Scoring((1,), 1, 2 * DEEP, (DEEP,)),
 )  # fmt: skip
 FEW_SCORINGS = (
     Scoring(_WHOLE), Scoring((3,)), Scoring((8,), 4, _LARGE), Scoring((3,), 1, 2 * DEEP, (DEEP,)), Scoring((1,)),

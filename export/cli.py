@@ -1,7 +1,6 @@
 """`specdec-export`: the command line of the export.
 
-Parses, shows progress on a terminal, prints the result, maps errors to one line and an exit code: 0 done, 1 the export
-failed, 2 wrong usage, 128 + n stopped by signal n. The heavy libraries are imported after parsing, so `--help` and
+Parses, shows progress on a terminal, prints the result. The heavy libraries are imported after parsing, so `--help` and
 mistakes answer at once. This module knows nothing of checkpoints and graphs.
 """
 
@@ -9,21 +8,18 @@ import argparse
 import importlib
 import json
 import os
-import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from specdec.engines.command import CommandParser
-from specdec.engines.errors import ExportError, SpecdecError
+from specdec.engines.command import CommandParser, run_command
+from specdec.engines.errors import ExportError
 from specdec.export.options import BACKENDS, DEFAULT_DRAFTERS, DRAFTERS, PRECISIONS, ExportOptions, Progress
 
 if TYPE_CHECKING:
@@ -36,13 +32,6 @@ EXAMPLES = """examples:
   specdec-export model.gguf -o model.bundle --drafter ngram --drafter model:small.gguf
   specdec-export Qwen/Qwen3-0.6B -o qwen3.bundle --precision fp16 --max-length 4096 --json
 """
-
-
-class _Stopped(BaseException):
-    """A signal that ends the export; not an `Exception`, so nothing on the way swallows it."""
-
-    def __init__(self, signum: int) -> None:
-        self.signum = signum
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -88,33 +77,23 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = build_parser().parse_args(argv)
+
+    def export() -> int:
+        try:
+            return _export(arguments)
+        except ModuleNotFoundError as exc:
+            if (exc.name or "").partition(".")[0] not in EXTRA_MODULES:
+                raise
+            raise ExportError(f'{exc.name} is not installed: pip install "specdec[export]"') from exc
+
+    return run_command(PROG, export, debug=arguments.debug)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    started = time.monotonic()
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "quiet", "debug")}
     settings["drafters"] = tuple(settings.pop("drafter") or DEFAULT_DRAFTERS)
-    try:
-        options = ExportOptions(**settings)
-    except ExportError as exc:
-        return _fail(str(exc), 2)
-    previous = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        return _run(options, arguments)
-    except _Stopped as stop:
-        return _fail(f"stopped by {signal.Signals(stop.signum).name}; no bundle was written", 128 + stop.signum)
-    except Exception as exc:
-        if arguments.debug:
-            traceback.print_exc()
-        if isinstance(exc, SpecdecError):
-            return _fail(str(exc), 1)
-        if isinstance(exc, ModuleNotFoundError) and (exc.name or "").partition(".")[0] in EXTRA_MODULES:
-            return _fail(f'{exc.name} is not installed: pip install "specdec[export]"', 1)
-        hint = "" if arguments.debug else " (--debug shows where)"
-        return _fail(f"{type(exc).__name__}: {' '.join(str(exc).split())}{hint}", 1)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _run(options: ExportOptions, arguments: argparse.Namespace) -> int:
-    started = time.monotonic()
+    options = ExportOptions(**settings)
     if not arguments.debug:
         _hush()
     pipeline = importlib.import_module("specdec.export.pipeline")
@@ -203,15 +182,6 @@ def _summary(options: ExportOptions, manifest: "Manifest", seconds: float) -> st
                 f"{parity.tolerance:.1e}, {parity.positions} positions), bit-equal in {bits.scorings} scorings"
             )
     return "\n".join(lines)
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise _Stopped(signum)
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"{PROG}: error: {message}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

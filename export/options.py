@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from specdec.engines.contract import Dtype
-from specdec.engines.errors import ExportError
+from specdec.engines.errors import RequestError
 
 PRECISIONS: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16"}
 BACKENDS = ("ort",)
@@ -22,7 +22,7 @@ DEFAULT_DRAFTERS = ("ngram",)
 class ExportOptions:
     """One export. `max_length` None: the model's own, up to a cap; `draft_precision` None: the target's.
 
-    Raises `ExportError` for a name that is unknown or a limit below one.
+    Raises `RequestError` for a name that is unknown or a limit below one.
     """
 
     model: str
@@ -41,9 +41,9 @@ class ExportOptions:
     def __post_init__(self) -> None:
         for precision in (self.precision, self.draft_precision or self.precision):
             if precision not in PRECISIONS:
-                raise ExportError(_not_available("precision", precision, tuple(PRECISIONS)))
+                raise RequestError(_not_available("precision", precision, tuple(PRECISIONS)))
         if self.backend not in BACKENDS:
-            raise ExportError(_not_available("backend", self.backend, BACKENDS))
+            raise RequestError(_not_available("backend", self.backend, BACKENDS))
         check_drafters(self.drafters)
         for name, value in (
             ("max_batch", self.max_batch),
@@ -51,7 +51,7 @@ class ExportOptions:
             ("max_tree", self.max_tree),
         ):
             if value is not None and value < 1:
-                raise ExportError(f"{name} is {value}: it must be at least 1")
+                raise RequestError(f"{name} is {value}: it must be at least 1")
 
 
 class Progress:
@@ -74,16 +74,16 @@ class Progress:
 
 
 def check_drafters(drafters: Sequence[str]) -> None:
-    """Raise `ExportError` unless every drafter is known and they go together."""
+    """Raise `RequestError` unless every drafter is known and they go together."""
     for drafter in drafters:
         if drafter not in ("ngram", "none") and not drafter.startswith("model:"):
-            raise ExportError(_not_available("drafter", drafter, DRAFTERS))
+            raise RequestError(_not_available("drafter", drafter, DRAFTERS))
     if "none" in drafters and len(drafters) > 1:
-        raise ExportError("drafter none stands alone")
+        raise RequestError("drafter none stands alone")
     if len(set(drafters)) < len(drafters) or sum(name.startswith("model:") for name in drafters) > 1:
-        raise ExportError("a bundle holds one drafter of each kind")
+        raise RequestError("a bundle holds one drafter of each kind")
     if "model:" in drafters:
-        raise ExportError("drafter model: needs a checkpoint, as in model:PATH")
+        raise RequestError("drafter model: needs a checkpoint, as in model:PATH")
 
 
 def draft_source(drafters: Sequence[str]) -> str | None:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from specdec.engines.base import Engine
 from specdec.engines.contract import CONTRACT_VERSION, Dtype, ModelSpec
-from specdec.engines.errors import ExportError
+from specdec.engines.errors import RequestError
 from specdec.engines.manifest import (
     SCHEMA_VERSION,
     Limits,
@@ -74,8 +74,8 @@ class _Job:
 def export_bundle(options: ExportOptions, progress: Progress | None = None) -> Manifest:
     """Export `options.model` and its drafters to `options.output`; return the manifest that was written.
 
-    Raises `ExportError` or one of its kinds (source, unsupported model, pair, resource, gate); then, and on any
-    interruption, no bundle is left.
+    Raises `ExportError` or one of its kinds (source, unsupported model, pair, resource, gate), or `RequestError` for a
+    limit that the model does not have; then, and on any interruption, no bundle is left.
     """
     progress = progress or Progress()
     check_output(options.output.expanduser().absolute(), force=options.force)
@@ -152,7 +152,7 @@ def _open_job(
 def _limits(options: ExportOptions, spec: ModelSpec, progress: Progress) -> Limits:
     longest = options.max_length or min(spec.max_length, DEFAULT_MAX_LENGTH)
     if longest > spec.max_length:
-        raise ExportError(f"--max-length {longest} is beyond the model's own {spec.max_length} tokens")
+        raise RequestError(f"--max-length {longest} is beyond the model's own {spec.max_length} tokens")
     if options.max_length is None and longest < spec.max_length:
         progress.note(f"max length is {longest} tokens of the model's {spec.max_length}; --max-length sets another")
     return Limits(max_batch=options.max_batch, max_length=longest, max_tree=options.max_tree)

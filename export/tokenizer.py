@@ -21,6 +21,7 @@ from tokenizers import pre_tokenizers, processors
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from specdec.engines import manifest
+from specdec.engines.cache import cache_dir
 from specdec.engines.errors import SourceError, UnsupportedModelError
 from specdec.export.sources import Checkpoint
 
@@ -54,13 +55,6 @@ class TokenizerFiles:
     def backend(self) -> tokenizers.Tokenizer:
         """Parse the tokenizer (a second for a large vocabulary)."""
         return tokenizers.Tokenizer.from_buffer(self.json)
-
-
-def cache_dir() -> Path:
-    """Where conversions are kept: `$SPECDEC_CACHE`, else `$XDG_CACHE_HOME/specdec`, else `~/.cache/specdec`."""
-    if own := os.environ.get("SPECDEC_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
 
 
 def read_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles:

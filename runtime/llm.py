@@ -96,6 +96,11 @@ class LLM:
         self.manifest = read_manifest(self.bundle)
         self.speculative = speculative or SpeculativeConfig()
         self.method = self._choose_method()
+        limit, most = self.manifest.limits.max_tree - 1, self.speculative.num_speculative_tokens
+        if most is not None and most > limit:
+            raise RequestError(
+                f"num_speculative_tokens {most} is more than this bundle's {limit} (--max-tree at export)"
+            )
         if verify:
             verify_files(self.bundle, self.manifest)
         target = _pick(self.manifest.target, variant)
@@ -119,12 +124,21 @@ class LLM:
         """Shape of the target."""
         return self._target.spec
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
         """Generate for one prompt or a list of prompts (text or token ids); a list runs as one batch.
 
-        Returns the outputs in the order of the prompts. Raises `RequestError` for an invalid prompt, before any work.
+        `params` holds for all prompts, or is a list with one for each. Returns the outputs in the order of the prompts.
+        Raises `RequestError` for an invalid prompt or parameter, before any work.
         """
-        rows = [self._row(prompt, params or SamplingParams()) for prompt in _as_batch(prompts)]
+        batch = _as_batch(prompts)
+        each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(batch):
+            raise RequestError(f"{len(each)} sampling parameters for {len(batch)} prompts")
+        rows = [self._row(prompt, own) for prompt, own in zip(batch, each, strict=True)]
         scheduler = self._scheduler(len(rows))
         for row in rows:
             scheduler.submit(row)
@@ -183,13 +197,17 @@ class LLM:
 
     def _draft_model(self, record: ModelDrafter, engine: Engine, width: int, rows: int) -> Drafter:
         model = CachedModel(engine, max_rows=rows, min_width=width)
-        count = self.speculative.num_speculative_tokens or drafters.MODEL_TOKENS
+        count = self._count(drafters.MODEL_TOKENS)
         return DraftModel(model, count, self.spec.vocab_size, record.shared_vocab)
 
     def _ngram(self, rows: int) -> Drafter:
         config = self.speculative
-        count = config.num_speculative_tokens or drafters.NGRAM_TOKENS
+        count = self._count(drafters.NGRAM_TOKENS)
         return NgramDrafter(count, config.prompt_lookup_min, config.prompt_lookup_max, always=self._width > 1)
+
+    def _count(self, default: int) -> int:
+        """Draft tokens a round: as configured, or the method's default within the bundle's limit."""
+        return self.speculative.num_speculative_tokens or min(default, self.manifest.limits.max_tree - 1)
 
     def _row(self, prompt: Prompt, params: SamplingParams) -> Row:
         """Check a prompt and make it a row."""

@@ -229,6 +229,15 @@ def test_texts_and_token_ids_do_not_mix(plain: LLM) -> None:
     assert plain.generate(np.array([1, 2]), params())[0].token_ids == plain.generate([1, 2], params())[0].token_ids
 
 
+def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
+    each = [params(temperature=1.0, seed=5, max_new_tokens=9), params(max_new_tokens=4)]
+    outputs = llm.generate(PROMPTS[:2], each)
+    alone = [llm.generate(prompt, own)[0] for prompt, own in zip(PROMPTS, each, strict=False)]
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+    with pytest.raises(RequestError, match="1 sampling parameters for 2 prompts"):
+        llm.generate(PROMPTS[:2], each[:1])
+
+
 def test_no_prompts_no_outputs(plain: LLM) -> None:
     assert plain.generate([]) == []
 
@@ -242,6 +251,7 @@ def test_one_invalid_prompt_refuses_the_batch(plain: LLM) -> None:
     ("options", "message"),
     [
         ({"speculative": SpeculativeConfig(method="eagle")}, "no drafter 'eagle': choose one of auto, ngram, model"),
+        ({"speculative": SpeculativeConfig(num_speculative_tokens=64)}, "64 is more than this bundle's 63"),
         ({"variant": "int3"}, "no variant 'int3': choose one of fp32"),
     ],
 )

@@ -1,6 +1,7 @@
 """Real models, end to end: exported by the command, every drafter, compared bit by bit and with PyTorch."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ from specdec.engines.manifest import read_manifest
 from specdec.runtime import LLM, SamplingParams, SpeculativeConfig, kv
 from specdec.tools.models import model_path
 from specdec.tools.prompts import PROMPTS
+from specdec.tools.questions import read_questions, select
 from support.trace import recorded_arrays, recorded_logits
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-NEW_TOKENS = 48
+NEW_TOKENS = int(os.environ.get("SPECDEC_NEW_TOKENS", "48"))
 
 
 def export(checkpoint: Path, bundle: Path, *drafters: str) -> None:
@@ -46,7 +48,12 @@ def plain(smollm2: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def chats(plain: LLM) -> list[list[int]]:
-    return [plain.chat_prompt([{"role": "user", "content": prompt.text}]) for prompt in PROMPTS]
+    """Our own prompts, or the first `SPECDEC_PROMPT_COUNT` (20) of a Spec-Bench file named by `SPECDEC_PROMPTS`."""
+    texts = [prompt.text for prompt in PROMPTS]
+    if file := os.environ.get("SPECDEC_PROMPTS"):
+        count = int(os.environ.get("SPECDEC_PROMPT_COUNT", "20"))
+        texts = [question.turns[0] for question in select(read_questions(Path(file)), [], 2, count)]
+    return [plain.chat_prompt([{"role": "user", "content": text}]) for text in texts]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specdec.engines.cache import cache_dir
 from specdec.engines.command import CommandParser, run_command
 from specdec.engines.errors import SourceError
 
@@ -73,15 +74,6 @@ MODELS = {
         ),
     ),
 }
-
-
-def cache_dir() -> Path:
-    """Return the cache folder: `$SPECDEC_CACHE`, else `$XDG_CACHE_HOME/specdec`, else `~/.cache/specdec`."""
-    if own := os.environ.get("SPECDEC_CACHE"):
-        return Path(own)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "specdec"
-    return Path.home() / ".cache" / "specdec"
 
 
 def model_path(name: str, fetch: bool = True) -> Path:

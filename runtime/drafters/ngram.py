@@ -57,7 +57,7 @@ class NgramDrafter:
 
 def draft_width(match: int, num_tokens: int) -> int:
     """Tokens to draft after `match` matching tokens: a short match earns a short draft."""
-    return min(num_tokens, max(1, 2 * match - 2))
+    return min(num_tokens, 2 * match - 1)
 
 
 class _Index:
