@@ -5,10 +5,8 @@ by dataflow and shape; they know no family, no engine and no weight's value (a p
 see `weights`).
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import optimizer, rewriter
@@ -16,6 +14,8 @@ from onnxscript import optimizer, rewriter
 from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import ExportError
 from specdec.export.canonical import CanonicalForm, ContractForm, is_parameter
+from specdec.export.edit import constant, insert, nodes_of
+from specdec.export.projections import JoinedProjections
 from specdec.export.weights import TRANSPOSED
 
 SMALL = 64  # elements of a constant that may be computed here
@@ -44,6 +44,7 @@ def finish(model: ir.Model, spec: ModelSpec) -> ir.Model:
         [
             TiedHead(),
             TransposedWeights(),
+            JoinedProjections(),
             MergedConstants(),
             common.RemoveUnusedNodesPass(),
             CanonicalForm(),
@@ -99,13 +100,13 @@ class ConstantReshapes(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Replace the second input of every Reshape that allows it."""
         changed = False
-        for node in _nodes(model, "Reshape"):
+        for node in nodes_of(model, "Reshape"):
             source, target = node.inputs[0], node.outputs[0]
             if source is None or source.shape is None or target.shape is None:
                 continue
             sizes = [_constant_size(axis, source.shape, target.shape) for axis in range(len(target.shape))]
             if sizes.count(-1) <= 1:
-                node.replace_input_with(1, _constant(node, sizes))
+                node.replace_input_with(1, constant(node, sizes))
                 node.attributes.pop("allowzero", None)
                 changed = True
         return ir.passes.PassResult(model, modified=changed)
@@ -123,7 +124,7 @@ class PackedGroups(ir.passes.InPlacePass):
         """Reshape the queries and outputs of every Attention with grouped heads."""
         repeated: dict[tuple[ir.Value, int], ir.Value] = {}
         changed = False
-        for node in _nodes(model, "Attention"):
+        for node in nodes_of(model, "Attention"):
             query, keys, mask = node.inputs[0], node.inputs[1], node.inputs[3]
             if query is None or keys is None or mask is None or query.shape is None or keys.shape is None:
                 raise ExportError(f"{node.name}: Attention without shapes or without a mask")
@@ -134,11 +135,11 @@ class PackedGroups(ir.passes.InPlacePass):
             if groups == 1:
                 continue
             if (mask, groups) not in repeated:
-                repeated[mask, groups] = _insert(node, "Concat", [mask] * groups, axis=2)
-            packed = _insert(node, "Reshape", [query, _constant(node, [0, shared, -1, size])])
+                repeated[mask, groups] = insert(node, "Concat", [mask] * groups, axis=2)
+            packed = insert(node, "Reshape", [query, constant(node, [0, shared, -1, size])])
             inputs = [packed, *node.inputs[1:3], repeated[mask, groups]]
-            attended = _insert(node, "Attention", inputs, scale=node.attributes.get_float("scale"))
-            _replace(node, _insert(node, "Reshape", [attended, _constant(node, [0, heads, -1, size])]))
+            attended = insert(node, "Attention", inputs, scale=node.attributes.get_float("scale"))
+            _replace(node, insert(node, "Reshape", [attended, constant(node, [0, heads, -1, size])]))
             changed = True
         return ir.passes.PassResult(model, modified=changed)
 
@@ -153,7 +154,7 @@ class TiedHead(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Replace the product of every parameter that has other readers."""
         changed = False
-        for node in _nodes(model, "MatMul"):
+        for node in nodes_of(model, "MatMul"):
             hidden, right = node.inputs
             transpose = right.producer() if right is not None else None
             if hidden is None or transpose is None or not _is_transposed_parameter(transpose):
@@ -162,11 +163,11 @@ class TiedHead(ir.passes.InPlacePass):
             if parameter is None or parameter.shape is None or len(parameter.uses()) == 1:
                 continue
             outputs, inputs = (int(size) for size in parameter.shape.numpy())
-            flat = _insert(node, "Reshape", [hidden, _constant(node, [-1, inputs])])  # [B * N, H]
-            product = _insert(node, "Gemm", [flat, parameter], transB=1)  # [B * N, V]
-            leading = _insert(node, "Shape", [hidden], start=0, end=2)
-            shape = _insert(node, "Concat", [leading, _constant(node, [outputs])], axis=0)
-            _replace(node, _insert(node, "Reshape", [product, shape]))
+            flat = insert(node, "Reshape", [hidden, constant(node, [-1, inputs])])  # [B * N, H]
+            product = insert(node, "Gemm", [flat, parameter], transB=1)  # [B * N, V]
+            leading = insert(node, "Shape", [hidden], start=0, end=2)
+            shape = insert(node, "Concat", [leading, constant(node, [outputs])], axis=0)
+            _replace(node, insert(node, "Reshape", [product, shape]))
             changed = True
         return ir.passes.PassResult(model, modified=changed)
 
@@ -181,7 +182,7 @@ class TransposedWeights(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Replace Transpose(parameter) by a transposed parameter."""
         graph = model.graph
-        found = [node for node in _nodes(model, "Transpose") if _is_transposed_parameter(node)]
+        found = [node for node in nodes_of(model, "Transpose") if _is_transposed_parameter(node)]
         for node in found:
             source = node.inputs[0]
             if source is None or source.name is None or source.shape is None:
@@ -207,25 +208,6 @@ def _run(model: ir.Model, passes: Iterable[ir.passes.PassBase]) -> ir.Model:
             cause = exc.__cause__ if isinstance(exc.__cause__, ExportError) else exc
             raise ExportError(f"graph pass {type(step).__name__} failed: {cause}") from exc
     return model
-
-
-def _nodes(model: ir.Model, operator: str) -> list[ir.Node]:
-    """The nodes of `operator`, as a list that edits do not disturb."""
-    return [node for node in model.graph if node.op_type == operator and not node.domain]
-
-
-def _insert(before: ir.Node, operator: str, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
-    """Insert a node and return its output."""
-    node = ir.node(operator, inputs, {name: value for name, value in attributes.items() if value is not None})
-    if before.graph is None:
-        raise ExportError(f"{before.name} is in no graph")
-    before.graph.insert_before(before, node)
-    return node.outputs[0]
-
-
-def _constant(before: ir.Node, values: Sequence[int]) -> ir.Value:
-    """An int64 vector, inserted as a Constant."""
-    return _insert(before, "Constant", [], value=ir.tensor(np.array(values, np.int64)))
 
 
 def _replace(node: ir.Node, value: ir.Value) -> None:

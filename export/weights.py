@@ -1,7 +1,8 @@
 """Parameters of a traced graph become bytes on disk: one tensor at a time, in the graph's dtype and orientation.
 
 A parameter is an initializer without data whose name is the state dict's; `Value.meta` says more where that is not
-all: `TRANSPOSED` (the name whose two axes are swapped in the file) and `ALIASES` (further names of a tied parameter).
+all: `TRANSPOSED` (the name whose two axes are swapped in the file), `ALIASES` (further names of a tied parameter),
+`PARTS` (names and sizes of the parameters that it joins along their first axis).
 This module knows names, shapes and bytes; it knows no operator.
 """
 
@@ -19,18 +20,30 @@ from specdec.engines.errors import ExportError, ResourceError
 
 TRANSPOSED = "specdec.transposed"
 ALIASES = "specdec.aliases"
+PARTS = "specdec.parts"
 ALIGNMENT = 64  # bytes: a cache line
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """A parameter of the checkpoint: the names it may have in the state dict, and its shape there."""
+
+    names: tuple[str, ...]
+    shape: list[int]
+
+    def tensor(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return next(weights[name] for name in self.names if name in weights)
+
+
+@dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where one parameter goes: `names` in the state dict, the value in the graph, the place in the data file."""
+    """Where one parameter goes: what it is made of, the value in the graph, the place in the data file."""
 
     value: ir.Value
     name: str
     shape: ir.Shape
     dtype: ir.DataType
-    names: tuple[str, ...]
+    parts: tuple[_Part, ...]
     transposed: bool
     offset: int
     length: int
@@ -101,27 +114,31 @@ def _layout(graph: ir.Model) -> list[_Slot]:
         if value.shape is None or value.dtype is None or value.name is None:
             raise ExportError(f"parameter {value.name} of the traced graph has no shape or no dtype")
         source = value.meta.get(TRANSPOSED)
-        names = (source or value.name, *value.meta.get(ALIASES, ()))
+        sizes = [int(size) for size in value.shape.numpy()]
+        original = sizes[::-1] if source else sizes  # as the checkpoint has it
+        joined = value.meta.get(PARTS) or ((source or value.name, original[0] if original else 0),)
+        parts = tuple(
+            _Part((name, *value.meta.get(ALIASES, ())), [size, *original[1:]] if original else [])
+            for name, size in joined
+        )
         offset = -(-end // ALIGNMENT) * ALIGNMENT
-        length = math.prod(int(size) for size in value.shape.numpy()) * value.dtype.itemsize
-        slots.append(_Slot(value, value.name, value.shape, value.dtype, names, source is not None, offset, int(length)))
+        length = math.prod(sizes) * value.dtype.itemsize
+        slots.append(_Slot(value, value.name, value.shape, value.dtype, parts, source is not None, offset, int(length)))
         end = offset + int(length)
     return slots
 
 
 def _check(slots: list[_Slot], weights: Mapping[str, torch.Tensor]) -> None:
     used: set[str] = set()
-    for slot in slots:
-        present = [name for name in slot.names if name in weights]
+    for part in (part for slot in slots for part in slot.parts):
+        present = [name for name in part.names if name in weights]
         if not present:
-            raise ExportError(f"the checkpoint has no weight {slot.names[0]}, which the model needs")
+            raise ExportError(f"the checkpoint has no weight {part.names[0]}, which the model needs")
         used.update(present)
-        expected = [int(size) for size in slot.shape.numpy()]
         for name in present:
             found = list(weights[name].shape)
-            if found != (expected[::-1] if slot.transposed else expected):
-                wanted = expected[::-1] if slot.transposed else expected
-                raise ExportError(f"the checkpoint's weight {name} has shape {found}, the model needs {wanted}")
+            if found != part.shape:
+                raise ExportError(f"the checkpoint's weight {name} has shape {found}, the model needs {part.shape}")
         first = weights[present[0]]
         for name in present[1:]:
             other = weights[name]
@@ -134,7 +151,8 @@ def _check(slots: list[_Slot], weights: Mapping[str, torch.Tensor]) -> None:
 
 def _tensor(slot: _Slot, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
     """The parameter as it lies in the file: C-contiguous, in the graph's dtype."""
-    tensor = next(weights[name] for name in slot.names if name in weights)
+    tensors = [part.tensor(weights) for part in slot.parts]
+    tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
     dtype = torch.float16 if slot.dtype == ir.DataType.FLOAT16 else torch.float32
     if slot.transposed:
         tensor = tensor.t()

@@ -202,3 +202,17 @@ def test_a_graph_that_is_not_the_manifests_model_is_refused(graph: tuple[Path, M
 def test_buffers_of_another_engine_are_refused(engine: OrtEngine) -> None:
     with pytest.raises(ContractError, match="takes the buffers that it allocates, not object"):
         engine.step(chain(np.ones((1, 2), np.int64), [0]), object())
+
+
+@pytest.mark.gpu
+def test_cuda_agrees_with_the_cpu_in_place_and_ragged(graph: tuple[Path, ModelSpec], engine: OrtEngine) -> None:
+    cuda = open_engine(*graph, EngineConfig(provider="cuda"))
+    line = tokens((2, 12))
+    results = []
+    for each in (engine, cuda):
+        kv = each.allocate(2, 256)
+        each.step(chain(line[:, :6], [0, 0]), kv)
+        kv.grow(3, 512, 6)
+        kv.move_row(1, 2, 6)
+        results.append(each.step(chain(line[:, 6:], [6, 6]), kv).copy())
+    assert np.abs(results[0] - results[1]).max() < 1e-3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.engines.errors import ExportError, ResourceError
-from specdec.export.weights import ALIASES, ALIGNMENT, TRANSPOSED, graph_bytes, write_graph
+from specdec.export.weights import ALIASES, ALIGNMENT, PARTS, TRANSPOSED, graph_bytes, write_graph
 from support import graphs
 
 
@@ -45,6 +45,34 @@ def test_data_is_transposed_aligned_and_as_large_as_foretold(tmp_path: Path) -> 
     expected = x @ given["proj.weight"].numpy().T + given["proj.bias"].numpy()
     np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, atol=1e-6)
     assert all(value.const_value is None for value in model.graph.initializers.values())
+
+
+def joined_graph() -> ir.Model:
+    """y = x @ [a | b].T + [c | d]: a [3, 5], b [2, 5], c [3], d [2]."""
+    x = graphs.value("x", ["n", 5])
+    weight, bias = graphs.value("a.joined", [5, 5]), graphs.value("c.joined", [5])
+    weight.meta[TRANSPOSED], weight.meta[PARTS] = "a.joined", (("a", 3), ("b", 2))
+    bias.meta[PARTS] = (("c", 3), ("d", 2))
+    matmul = graphs.node("MatMul", [x, weight], ["n", 5])
+    add = graphs.node("Add", [matmul.outputs[0], bias], ["n", 5])
+    matmul.outputs[0].name, add.outputs[0].name = "product", "y"
+    return graphs.model([x], [matmul, add], add.outputs)
+
+
+def test_joined_parameters_lie_side_by_side(tmp_path: Path) -> None:
+    shapes = {"a": (3, 5), "b": (2, 5), "c": (3,), "d": (2,)}
+    given = {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in shapes.items()}
+    write_graph(joined_graph(), given, tmp_path / "model.onnx")
+    x = np.random.default_rng(0).standard_normal((2, 5)).astype(np.float32)
+    session = graphs.ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    expected = [x @ given[weight].numpy().T + given[bias].numpy() for weight, bias in (("a", "c"), ("b", "d"))]
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], np.concatenate(expected, 1), atol=1e-6)
+    del given["b"]
+    with pytest.raises(ExportError, match="the checkpoint has no weight b"):
+        write_graph(joined_graph(), given, tmp_path / "model.onnx")
+    given["b"] = torch.zeros(3, 5)
+    with pytest.raises(ExportError, match=r"weight b has shape \[3, 5\], the model needs \[2, 5\]"):
+        write_graph(joined_graph(), given, tmp_path / "model.onnx")
 
 
 def test_half_precision_is_cast_tensor_by_tensor(tmp_path: Path) -> None:
