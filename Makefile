@@ -36,11 +36,11 @@ models: $(STAMP)
 	$(RUN) specdec.tools.models smollm2
 
 test: $(STAMP) models
-	$(RUN) pytest -m 'not slow'
+	$(RUN) pytest -m 'not slow' -n 2 --dist loadfile
 	$(RUN) pytest -m slow
 
 test-fast: $(STAMP)
-	$(RUN) pytest -m 'not slow'
+	$(RUN) pytest -m 'not slow' -n 2 --dist loadfile
 
 test-gpu: $(STAMP) models
 	$(RUN) pytest -m gpu

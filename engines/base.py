@@ -11,18 +11,14 @@ import numpy as np
 
 from specdec.engines.contract import Chunk, FloatArray, ModelSpec
 
-CAPACITY_BUCKETS = (256, 512, 1024)
-
 
 def capacity_bucket(slots: int) -> int:
-    """Return the capacity to allocate for `slots` slots: 256, 512, 1024, then multiples of 1024.
+    """Return the capacity to allocate for `slots` slots: a multiple of 128 up to 1024, of 512 beyond.
 
-    Engines attend over the whole capacity, so it stays close to the need while growth stays rare.
+    Engines attend over the whole capacity, so it stays close to the need, while growing (a copy) stays rare.
     """
-    for bucket in CAPACITY_BUCKETS:
-        if slots <= bucket:
-            return bucket
-    return -(-slots // CAPACITY_BUCKETS[-1]) * CAPACITY_BUCKETS[-1]
+    step = 128 if slots <= 1024 else 512
+    return -(-slots // step) * step
 
 
 @dataclass(frozen=True, slots=True)

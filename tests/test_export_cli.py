@@ -70,6 +70,7 @@ def test_bundle_with_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"bit-equal in {variant.invariance.scorings} scorings" in out
 
 
+@pytest.mark.slow
 def test_two_exports_are_byte_identical(tmp_path: Path) -> None:
     first, second = export(tmp_path / "one"), export(tmp_path / "two")
     assert first.files == second.files
@@ -86,6 +87,7 @@ def test_target_as_its_own_draft_is_stored_once(tmp_path: Path) -> None:
     assert not [name for name in manifest.files if name.startswith("drafter/")]
 
 
+@pytest.mark.slow
 def test_another_draft_of_another_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft = tiny_checkpoint(tmp_path / "draft", "qwen2", 1, max_position_embeddings=256, vocab_size=TOKENIZER_SIZE)
     arguments = [str(shared_checkpoint()), "-o", str(tmp_path / "bundle"), "--drafter", f"model:{draft}", "--json"]
@@ -128,7 +130,7 @@ def test_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     model = str(shared_checkpoint())
     code, line = failure(capsys, model, "-o", str(tmp_path / "other"), "--max-length", "2048")
-    assert (code, line) == (1, "--max-length 2048 is beyond the model's own 1024 tokens")
+    assert (code, line) == (2, "--max-length 2048 is beyond the model's own 1024 tokens")
 
 
 def test_long_contexts_are_capped_and_said_so(
@@ -328,6 +330,7 @@ def started(output: Path) -> "subprocess.Popen[str]":
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_cleans_up(tmp_path: Path, number: signal.Signals) -> None:
     process = started(tmp_path / "bundle")
@@ -338,6 +341,7 @@ def test_a_signal_cleans_up(tmp_path: Path, number: signal.Signals) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_kill_9_leaves_no_bundle_and_the_next_run_clears_up(tmp_path: Path) -> None:
     process = started(tmp_path / "bundle")
     process.kill()
@@ -348,6 +352,7 @@ def test_kill_9_leaves_no_bundle_and_the_next_run_clears_up(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
+@pytest.mark.slow
 def test_standard_error_stays_clean(tmp_path: Path) -> None:
     """No warnings, advice or bars of the libraries reach standard error."""
     done = subprocess.run(

@@ -14,6 +14,7 @@ def serialized(model: ir.Model) -> bytes:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+@pytest.mark.slow
 def test_repeating_gives_the_bytes_of_tracing_every_layer(family: str) -> None:
     config = models.FAMILIES[family]()
     assert serialized(trace(config)) == serialized(trace(config, repeat=False))

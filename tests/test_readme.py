@@ -32,6 +32,7 @@ def test_the_python_example_runs(folder: Path) -> None:
     assert len(example.strip().splitlines()) <= 12
 
 
+@pytest.mark.slow
 def test_the_commands_run_in_order(folder: Path) -> None:
     bin_folder = Path(sys.executable).parent
     (use,) = (block for block in blocks("") if "specdec-export" in block)
