@@ -5,6 +5,7 @@ failed, 2 wrong usage, 128 + n ended by signal n.
 """
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -52,6 +53,9 @@ def run_command(prog: str, work: Callable[[], int], *, debug: bool) -> int:
     except Stopped as stop:
         print(f"{prog}: stopped by {signal.Signals(stop.number).name}", file=sys.stderr)
         return 128 + stop.number
+    except BrokenPipeError:  # the reader has gone (`| head`): nothing more is wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as exc:
         if debug:
             traceback.print_exc()

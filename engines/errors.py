@@ -1,6 +1,7 @@
 """The exception tree. Vendor errors are mapped onto it where they arise (`raise ... from exc`) and nowhere else.
 
-Every message is one line that says what is wrong and what to do; commands print it as it is and exit with 1.
+Every message is one line that says what is wrong and what to do; commands print it as it is; `RequestError`
+is wrong usage (exit code 2), any other a failure (1).
 This module knows no engine, no bundle and no request: it only names what can go wrong.
 """
 

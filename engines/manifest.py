@@ -7,6 +7,7 @@ files and fields; it loads no engine and no tokenizer.
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -153,6 +154,9 @@ def read_manifest(bundle: Path) -> Manifest:
         raise BundleError(
             f"{path} is damaged or not a manifest of this version: {exc}; export the bundle again"
         ) from exc
+    for name in _needed(manifest):
+        if name not in manifest.files:
+            raise BundleError(f"{path} needs {name} and does not list it; export the bundle again")
     for name in manifest.files:
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts:
@@ -176,6 +180,18 @@ def verify_files(bundle: Path, manifest: Manifest, prefix: str = "") -> None:
             raise BundleError(f"{path} is damaged: {size} bytes instead of {expected.bytes}; export or copy it again")
         if file_record(path).sha256 != expected.sha256:
             raise BundleError(f"{path} is damaged: its SHA-256 is not the manifest's; export or copy the bundle again")
+
+
+def _needed(manifest: Manifest) -> Iterator[str]:
+    """Files that the runtime opens: what is not listed is not verified, and so not opened."""
+    yield "tokenizer.json"
+    if manifest.tokenizer.has_chat_template:
+        yield "chat_template.jinja"
+    models = [drafter.model for drafter in manifest.drafters.values() if isinstance(drafter, ModelDrafter)]
+    for model in (manifest.target, *models):
+        for variant in model.variants.values():
+            yield variant.graph
+            yield f"{variant.graph}.data"
 
 
 def _check_versions(path: Path, raw: bytes) -> None:

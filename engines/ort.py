@@ -32,13 +32,14 @@ class OrtKV:
 
     def __init__(self, spec: ModelSpec, device: str, rows: int, capacity: int) -> None:
         self._device = device
-        self._shape = (rows, spec.num_kv_heads, capacity, spec.head_dim)
+        shape = (rows, spec.num_kv_heads, capacity, spec.head_dim)
         self._dtype = np.dtype(spec.dtype)
         self._count = 2 * spec.num_layers
         self._scratch = np.empty(0, self._dtype)
+        self._shape: tuple[int, ...] = ()
         self._host: list[np.ndarray] = []  # CPU only: the arrays that own the memory
         self._values: list[ort.OrtValue] = []
-        self._install([np.zeros(self._shape, self._dtype) for _ in range(self._count)])
+        self._install([np.zeros(shape, self._dtype) for _ in range(self._count)])
 
     @property
     def rows(self) -> int:
@@ -60,13 +61,14 @@ class OrtKV:
         if rows < self.rows or capacity < self.capacity:
             raise EngineError(f"a cache of {self.rows} x {self.capacity} cannot shrink to {rows} x {capacity}")
         shape = (rows, self._shape[1], capacity, self._shape[3])
-        grown = []
-        for index in range(self._count):
-            new = np.zeros(shape, self._dtype)
-            new[: self.rows, :, :used] = self._read(index)[:, :, :used]
-            grown.append(new)
-        self._shape = shape
-        self._install(grown)
+        try:
+            grown = [np.zeros(shape, self._dtype) for _ in range(self._count)]
+            for index, new in enumerate(grown):
+                new[: self.rows, :, :used] = self._read(index)[:, :, :used]
+            self._install(grown)
+        except (MemoryError, RuntimeError) as exc:
+            need = sum(self._dtype.itemsize * int(np.prod(shape)) for _ in range(self._count)) / 2**20
+            raise EngineError(f"growing the cache to {rows} rows x {capacity} slots needs {need:.0f} MiB more") from exc
 
     def move_row(self, source: int, target: int, used: int) -> None:
         """See `KVBuffers.move_row`."""
@@ -98,7 +100,9 @@ class OrtKV:
         return np.array(self._values[index].numpy())
 
     def _install(self, arrays: list[np.ndarray]) -> None:
-        self._values = [ort.OrtValue.ortvalue_from_numpy(array, self._device, 0) for array in arrays]
+        """Make `arrays` the buffers; when the device does not take them, nothing has changed."""
+        values = [ort.OrtValue.ortvalue_from_numpy(array, self._device, 0) for array in arrays]
+        self._values, self._shape = values, arrays[0].shape
         if self._device == "cpu":
             self._host = arrays
         self.bindings: dict[tuple[int, int, int], ort.IOBinding] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specdec.engines.base import Engine
 from specdec.engines.contract import ModelSpec
-from specdec.engines.errors import EngineUnavailableError
+from specdec.engines.errors import EngineUnavailableError, RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,10 @@ class EngineConfig:
     backend: str = "ort"
     provider: str = "cpu"
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise RequestError(f"threads must be at least 1, not {self.threads}")
 
 
 def _open_ort(graph: Path, spec: ModelSpec, config: EngineConfig) -> Engine:

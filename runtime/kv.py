@@ -54,8 +54,9 @@ class CachedModel:
     def drop_row(self, row: int) -> None:
         """Close `row`; the last row takes its index."""
         last = self.rows - 1
-        if row != last and self._kv is not None:
-            self._kv.move_row(last, row, int(self.lens[last]))
+        if row != last:
+            if self._kv is not None and self.lens[last] > 0:  # an empty row may lie beyond the buffers
+                self._kv.move_row(last, row, int(self.lens[last]))
             self.lens[row] = self.lens[last]
         self.rows = last
 

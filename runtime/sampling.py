@@ -8,13 +8,18 @@ tokens before it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec.engines.contract import FloatArray, IntArray
 from specdec.engines.errors import RequestError
 
+_TYPES: dict[str, Any] = {
+    "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real, "min_p": Real,
+    "repetition_penalty": Real, "seed": Integral | None, "logprobs": Integral | None,
+}  # fmt: skip
 _NUCLEUS = 1024  # candidates that are sorted first for top-p; all of them only when these do not reach it
 
 
@@ -40,14 +45,19 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind in _TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                wanted = "a number" if kind is Real else "a whole number"
+                raise RequestError(f"{name} must be {wanted}, not {value!r}")
         checks = (
             (self.max_new_tokens >= 1, "max_new_tokens", "at least 1"),
             (np.isfinite(self.temperature) and self.temperature >= 0, "temperature", "0 (greedy) or more"),
             (self.top_k >= 0, "top_k", "0 (off) or more"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
             (0 <= self.min_p <= 1, "min_p", "between 0 and 1"),
-            (np.isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "above 0"),
-            (all(np.isfinite(bias) for bias in self.logit_bias.values()), "logit_bias", "finite"),
+            (1e-6 <= self.repetition_penalty <= 1e6, "repetition_penalty", "between 1e-6 and 1e6"),
+            (all(abs(bias) <= 1e6 for bias in self.logit_bias.values()), "logit_bias", "between -1e6 and 1e6"),
             (self.seed is None or self.seed >= 0, "seed", "0 or more"),
             (isinstance(self.stop, tuple) and all(self.stop), "stop", "a tuple of strings that are not empty"),
             (self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more"),

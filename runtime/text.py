@@ -6,7 +6,9 @@ chose the ids is not its business.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from specdec.engines.errors import BundleError, RequestError
 from specdec.engines.manifest import Tokenizer as TokenizerRecord
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
@@ -50,18 +53,12 @@ class TextCodec:
         """Render `messages` and the opening of the answer through the bundle's chat template."""
         if self._template is None:
             raise RequestError("this bundle has no chat template: use raw prompts (--raw)")
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def refuse(message: str) -> None:
-            raise RequestError(f"the chat template refuses these messages: {message}")
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = refuse
         try:
-            template = environment.from_string(self._template)
+            template = _template_environment().from_string(self._template)
             return template.render(messages=messages, add_generation_prompt=True, **self._record.special_tokens)
-        except TemplateError as exc:
+        except RequestError:
+            raise
+        except Exception as exc:  # a template is foreign code and raises what it likes
             raise RequestError(f"the chat template fails on these messages: {exc}") from exc
 
     def stream(self, stop: Sequence[str]) -> TextStream:
@@ -69,34 +66,55 @@ class TextCodec:
         return TextStream(self._tokenizer, stop)
 
 
+def _template_environment() -> Environment:
+    """The sandbox that templates run in, with what transformers gives them."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise RequestError(f"the chat template refuses these messages: {message}")
+
+    def tojson(value: Any, indent: int | None = None) -> str:  # jinja2's own escapes HTML
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
 class TextStream:
-    """Text of one answer, token by token. Text that could still become part of a stop string is held back."""
+    """Text of one answer, token by token. Text that could still become part of a stop string is held back.
+
+    Each step decodes the last few tokens with those before them as context, and hands out what the new ones add once it
+    ends in a whole character. Where later bytes change how earlier ones are read (malformed UTF-8 of a byte-fallback
+    vocabulary), the text that was handed out stands.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        from tokenizers.decoders import DecodeStream
-
         self._tokenizer = tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=True)
         self._stop = stop
         self._ids: list[int] = []
+        self._context = 0  # tokens from here on are decoded
+        self._done = 0  # tokens up to here are in the text
         self._emitted = 0  # characters handed out
         self.text = ""
         self.stopped = False
 
     def push(self, token: int) -> None:
         """Add one token; `stopped` is set, and the text cut before it, when it completes a stop string."""
-        searched = len(self.text)
         self._ids.append(token)
-        self.text += self._decoder.step(self._tokenizer, token) or ""
-        self._cut(searched)
+        new = self._new_text()
+        if new and not new.endswith("\ufffd"):
+            self._context, self._done = self._done, len(self._ids)
+            self._append(new)
 
     def finish(self) -> None:
-        """Add what the decoder held back (an unfinished character), unless a stop string has cut the text."""
+        """Add what was held back (an unfinished character), unless a stop string has cut the text."""
         if not self.stopped:
-            searched, whole = len(self.text), self._tokenizer.decode(self._ids, skip_special_tokens=True)
-            if whole.startswith(self.text):
-                self.text = whole
-            self._cut(searched)
+            self._append(self._new_text())
 
     def delta(self, *, last: bool) -> str:
         """Return text that is not handed out yet and is certain (all of it when `last`)."""
@@ -105,8 +123,18 @@ class TextStream:
         self._emitted = max(end, self._emitted)
         return delta
 
-    def _cut(self, searched: int) -> None:
-        """Cut at the first stop string that ends after `searched` characters."""
+    def _new_text(self) -> str:
+        """What the tokens that are not in the text yet add to it."""
+        before = self._decode(self._ids[self._context : self._done])
+        return self._decode(self._ids[self._context :])[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _append(self, new: str) -> None:
+        """Add text; cut at the first stop string that the new characters complete."""
+        searched = len(self.text)
+        self.text += new
         found = [(self.text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stop]
         ends = [position for position, _ in found if position >= 0]
         if ends:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -56,6 +58,21 @@ def test_a_signal_unwinds_and_is_told(number: int, code: int, capsys: pytest.Cap
     assert cleaned == [True]
     assert capsys.readouterr().err == f"cmd: stopped by {signal.Signals(number).name}\n"
     assert signal.getsignal(number) is before
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    code = (
+        "import sys\nfrom specdec.engines.command import run_command\n"
+        "def work():\n    print('x' * 10**6, flush=True)\n    return 0\n"
+        "sys.exit(run_command('cmd', work, debug=False))\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.wait(timeout=60) == 141
+    assert child.stderr is not None
+    assert child.stderr.read() == b""
+    child.stderr.close()
 
 
 def test_commands_run_in_other_threads_too() -> None:

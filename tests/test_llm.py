@@ -310,6 +310,8 @@ def truncate(bundle: Path) -> None:
         (edit(lambda m: m.update(contract_version=0)), "contract_version 0 is not supported"),
         (edit(lambda m: m.update(extra=1)), "unknown field `extra`"),
         (edit(lambda m: m["target"]["spec"].pop("head_dim")), "missing required field `head_dim`"),
+        (edit(lambda m: m["files"].pop("tokenizer.json")), r"needs tokenizer\.json and does not list it"),
+        (edit(lambda m: m["target"]["variants"]["fp32"].update(graph="../../x.onnx")), "does not list it"),
         (edit(lambda m: m["files"].update({"../x": {"sha256": "0" * 64, "bytes": 1}})), "outside the bundle"),
     ],
     ids=[
@@ -322,6 +324,8 @@ def truncate(bundle: Path) -> None:
         "contract",
         "unknown",
         "lacking",
+        "unlisted",
+        "other graph",
         "escape",
     ],
 )

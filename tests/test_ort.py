@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specdec.engines.contract import Chunk, ModelSpec
-from specdec.engines.errors import ContractError, EngineError, EngineUnavailableError
+from specdec.engines.errors import ContractError, EngineError, EngineUnavailableError, RequestError
 from specdec.engines.manifest import read_manifest
 from specdec.engines.ort import OrtEngine
 from specdec.engines.registry import EngineConfig, backends, open_engine
@@ -181,6 +181,25 @@ def test_a_provider_that_was_not_taken_is_an_error(
 def test_unknown_names_list_the_known_ones(graph: tuple[Path, ModelSpec], config: EngineConfig, message: str) -> None:
     with pytest.raises(EngineUnavailableError, match=message):
         open_engine(*graph, config)
+
+
+def test_threads_are_counted_from_one() -> None:
+    with pytest.raises(RequestError, match="threads must be at least 1, not 0"):
+        EngineConfig(threads=0)
+
+
+def test_growth_that_does_not_fit_leaves_the_buffers(engine: OrtEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = engine.allocate(2, 256)
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "zeros", full)
+        with pytest.raises(EngineError, match=r"growing the cache to 4 rows x 512 slots needs \d+ MiB more"):
+            kv.grow(4, 512, 8)
+    assert (kv.rows, kv.capacity) == (2, 256)
+    engine.step(chain(tokens((2, 4)), [0, 0]), kv)
 
 
 def test_a_missing_and_a_broken_graph(graph: tuple[Path, ModelSpec], tmp_path: Path) -> None:

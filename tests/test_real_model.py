@@ -95,10 +95,11 @@ def test_speculation_changes_no_token_and_no_bit(
 
 def test_a_batch_of_four_gives_each_prompt_its_own_bits(smollm2: Path, chats: list[list[int]], expected: tuple) -> None:
     tokens, bits = expected
-    for method in (None, "ngram"):
+    for method in (None, "ngram", "model"):
         with recorded_logits() as got:
             outputs = load(smollm2, method).generate(chats[:4], params())
         assert [output.token_ids for output in outputs] == tokens[:4]
+        assert len(got) == sum(map(len, tokens[:4]))
         assert got.items() <= bits.items()
 
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from specdec.engines.chunk import RowInput
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.drafters.model import ModelDrafter
 from specdec.runtime.drafters.ngram import NgramDrafter
-from specdec.runtime.kv import CachedModel
 from specdec.runtime.tree import TokenTree
-from support.fake_engine import FakeEngine, fake_spec
-from support.rows import greedy, make_row, make_scheduler, run
+from support.fake_engine import FakeEngine, FakeKV, fake_spec
+from support.rows import WatchedModel, greedy, make_row, make_scheduler, run
 
 VOCAB = 8
 
@@ -30,7 +30,7 @@ def drafter_of(kind: str, *, num_tokens: int = 3, max_rows: int = 4) -> Drafter 
         "wide": FakeEngine(fake_spec(VOCAB, logits_size=12), seed=7, order=1),  # logits wider than the vocabulary
         "short": FakeEngine(fake_spec(VOCAB, max_length=12), order=2),  # a context that ends before the target's
     }[kind]
-    model = CachedModel(engine, max_rows=max_rows, min_width=2)
+    model = WatchedModel(engine, max_rows=max_rows, min_width=2)
     return ModelDrafter(model, num_tokens, VOCAB, min(VOCAB, engine.spec.vocab_size))
 
 
@@ -156,7 +156,7 @@ def test_sampled_text_is_distributed_as_the_targets(kind: str) -> None:
         if kind == "ngram":
             drafter: Drafter = NgramDrafter(3, 1, 3, always=True)
         else:
-            model = CachedModel(draft[kind], max_rows=50, min_width=2)
+            model = WatchedModel(draft[kind], max_rows=50, min_width=2)
             drafter = ModelDrafter(model, 2, 4, draft[kind].spec.vocab_size)
         rows = [make_row([1, 2, 1], seed=seed + i, **params) for i in range(50)]
         for tokens in run(make_scheduler(engine, drafter, max_rows=50), *rows):
@@ -221,31 +221,47 @@ def test_branching_trees_are_refused() -> None:
         run(make_scheduler(target(), Branching(3, 1, 3, always=True)), make_row([1, 2]))
 
 
-class Leaky(CachedModel):
-    """Planted faults of the kind that the fake engine must notice."""
-
-    fault = ""
-
-    def commit(self, row: int, count: int) -> None:
-        super().commit(row, count + (self.fault == "commits one too many"))
-
-    def drop_row(self, row: int) -> None:
-        if self.fault == "leaves the row in place":
-            self.lens[row] = self.lens[self.rows - 1]
-            self.rows -= 1
-        else:
-            super().drop_row(row)
+def cached(max_rows: int = 2) -> WatchedModel:
+    """A model with one row of three committed tokens and one pass behind it: [5], padded to two positions."""
+    model = WatchedModel(target(), max_rows=max_rows, min_width=2)
+    model.add_row()
+    model.prefill(0, [1, 2, 3])
+    model.step([RowInput([5], 1)])
+    return model
 
 
-@pytest.mark.parametrize("fault", ["commits one too many", "leaves the row in place"])
-def test_planted_faults_are_noticed(fault: str) -> None:
-    model = Leaky(target(), max_rows=4, min_width=2)
-    model.fault = fault
-    from specdec.runtime.scheduler import Scheduler
+def test_committing_padding_is_noticed() -> None:
+    model = cached()
+    model.commit(0, 2)
+    with pytest.raises(AssertionError, match="row 0 attends padding at 4 of 5"):
+        model.step([RowInput([6], 1)])
 
+
+def test_committing_what_was_never_written_is_noticed() -> None:
+    model = cached()
+    model.commit(0, 3)
+    with pytest.raises(AssertionError, match="row 0 attends"):
+        model.step([RowInput([6], 1)])
+
+
+def test_committing_what_was_rolled_back_is_noticed() -> None:
+    model = cached()
+    model.step([RowInput([5, 6, 7], 3)])
+    model.step([RowInput([5], 1)])  # 6 and 7 are rolled back
+    model.commit(0, 3)
+    with pytest.raises(AssertionError, match=r"row 0 attends (padding|a stale slot)"):
+        model.step([RowInput([6], 1)])
+
+
+def test_a_row_that_is_not_moved_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [make_row([1, 2, 3], max_new_tokens=2), make_row([4, 5, 6, 7], max_new_tokens=20)]
-    try:
-        outputs = run(Scheduler(model, None), *rows)
-    except AssertionError:
-        return
-    assert outputs[1] != greedy(target(), [4, 5, 6, 7], 20)
+    monkeypatch.setattr(FakeKV, "move_row", lambda *_: None)
+    with pytest.raises(AssertionError, match=r"row 0 attends (padding|a stale slot)"):
+        run(make_scheduler(target()), *rows)
+
+
+def test_a_row_that_the_draft_never_held_may_take_another_place() -> None:
+    """The second prompt is longer than the draft's context: its draft row has no memory when the first one ends."""
+    rows = [make_row([1, 2, 3], max_new_tokens=1), make_row([1] * 13, max_new_tokens=9)]
+    got = run(make_scheduler(target(), drafter_of("short")), *rows)
+    assert got == [greedy(target(), [1, 2, 3], 1), greedy(target(), [1] * 13, 9)]

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from specdec.engines.errors import BundleError, RequestError
 from specdec.engines.manifest import Tokenizer as TokenizerRecord
@@ -77,6 +79,28 @@ def test_an_unfinished_character_is_shown_at_the_end_as_the_tokenizer_shows_it()
     assert text.text == tokenizer.decode(ids) == "a\ufffd"
 
 
+def test_malformed_bytes_of_a_byte_fallback_vocabulary_are_text_too() -> None:
+    """Gemma-like: an ASCII byte token followed by a lone continuation byte, in any order, must not fail."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"x": 256}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        ids = rng.integers(0, 257, 12).tolist()
+        text = TextStream(tokenizer, ())
+        shown = ""
+        for token in ids:
+            text.push(token)
+            shown += text.delta(last=False)
+        text.finish()
+        assert shown + text.delta(last=True) == text.text
+    whole = TextStream(tokenizer, ())
+    for byte in "né€x".encode():
+        whole.push(byte)
+    whole.finish()
+    assert whole.text == "né€x"
+
+
 def codec(path: Path, template: str | None, special: dict[str, str] | None = None) -> TextCodec:
     tiny_tokenizer().save(str(path / "tokenizer.json"))
     if template is not None:
@@ -103,6 +127,18 @@ def test_a_template_that_refuses_says_why(tmp_path: Path) -> None:
     text = codec(tmp_path, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="refuses these messages: roles must alternate"):
         text.render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_templates_get_what_transformers_gives_them(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% if loop.index == 1 %}{% continue %}{% endif %}{{ m | tojson }}{% endfor %}"
+    text = codec(tmp_path, template + "{{ strftime_now('%Y') | length }}")
+    assert text.render_chat([{"role": "system"}, {"role": "<a> é"}]) == '{"role": "<a> é"}4'
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content + 'x' }}", "{{ range(10**7) | list }}"])
+def test_what_a_template_raises_is_a_request_error(tmp_path: Path, template: str) -> None:
+    with pytest.raises(RequestError, match="chat template fails"):
+        codec(tmp_path, template).render_chat([{"role": "user", "content": [1]}])
 
 
 def test_without_a_template_raw_prompts_are_named(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The demonstration: export a real model, answer a few prompts with and without speculation, print what it gave.
 
-Run by `make demo`. Plain decoding comes twice: at its fastest (one token a pass), which speedups are measured against,
-and as `exact` runs it (two positions a pass), which speculation reproduces bit for bit.
+Run by `make demo`. Plain decoding comes twice: at its fastest (mode `fast`), which speedups are measured against, and
+in mode `exact`, which speculation reproduces bit for bit. Where one-token passes keep the bits, the two are the same.
 """
 
 import argparse

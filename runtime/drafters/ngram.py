@@ -45,7 +45,7 @@ class NgramDrafter:
         index.extend(tokens)
         if limit <= 0:
             return []
-        match, source = index.find(tokens)
+        match, source = index.find(tokens, enough=self._num_tokens // 2 + 1)
         if not match:
             return [index.most_frequent] if self._always else []
         width = min(draft_width(match, self._num_tokens), limit)
@@ -81,13 +81,16 @@ class _Index:
                 self.most_frequent = token
         self._indexed = max(self._indexed, len(tokens) - 1)
 
-    def find(self, tokens: list[int]) -> tuple[int, int]:
-        """Return (length, position of what follows) of the longest match of the text's end, (0, 0) without one."""
+    def find(self, tokens: list[int], enough: int) -> tuple[int, int]:
+        """Return (length, position of what follows) of the longest match of the text's end, (0, 0) without one.
+
+        A match of `enough` tokens is not looked into further.
+        """
         for n, ends in self._ends.items():
             after = ends.get(tuple(tokens[-n:])) if len(tokens) > n else None
             if after is not None:
                 match = n
-                while match < after and tokens[after - match - 1] == tokens[-match - 1]:
+                while match < min(after, enough) and tokens[after - match - 1] == tokens[-match - 1]:
                     match += 1
                 return match, after
         return 0, 0

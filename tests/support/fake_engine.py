@@ -76,6 +76,7 @@ class FakeEngine:
     widths: list[int] = field(default_factory=list)
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(device="fake"))
     closed: bool = False
+    prefilling: bool = False  # set by `rows.WatchedModel`: a prefill asks for no logits that tell padding from tokens
 
     def allocate(self, rows: int, capacity: int) -> FakeKV:
         return FakeKV(np.full((rows, capacity), -1), np.full((rows, capacity), STALE))
@@ -107,7 +108,7 @@ class FakeEngine:
             last_wanted = int(chunk.logit_indices[b].max())
             for i in range(chunk.width):
                 kv.tokens[row, past + i] = chunk.input_ids[b, i]
-                padding = last_wanted > 0 and i > last_wanted
+                padding = i > last_wanted and not self.prefilling
                 kv.state[row, past + i] = PADDING if padding else WRITTEN
             for n, i in enumerate(chunk.logit_indices[b]):
                 out[b, n] = self._node(chunk, kv, b, row, past, int(i))

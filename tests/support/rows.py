@@ -21,6 +21,15 @@ def letters(vocab_size: int = 64) -> Tokenizer:
     return tokenizer
 
 
+class WatchedModel(CachedModel):
+    """Tells the fake engine which passes are prefill, where every token counts though none is scored."""
+
+    def prefill(self, row: int, tokens: list[int]) -> None:
+        self.engine.prefilling = True
+        super().prefill(row, tokens)
+        self.engine.prefilling = False
+
+
 def make_row(prompt: list[int], *, eos: tuple[int, ...] = (), max_length: int = 64, **params: object) -> Row:
     sampling = SamplingParams(**params)
     stream = TextStream(letters(), sampling.stop)
@@ -39,7 +48,7 @@ def run(scheduler: Scheduler, *rows: Row) -> list[list[int]]:
 def make_scheduler(
     target: FakeEngine, drafter: Drafter | None = None, *, max_rows: int = 4, min_width: int = 2
 ) -> Scheduler:
-    return Scheduler(CachedModel(target, max_rows=max_rows, min_width=min_width), drafter)
+    return Scheduler(WatchedModel(target, max_rows=max_rows, min_width=min_width), drafter)
 
 
 def greedy(engine: FakeEngine, prompt: list[int], count: int, **params: object) -> list[int]:
