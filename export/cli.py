@@ -35,7 +35,7 @@ EXAMPLES = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options of CLI.md that this version has; defaults are `ExportOptions`'s own."""
+    """The options; defaults are `ExportOptions`'s own."""
     default = {field.name: field.default for field in fields(ExportOptions)}
     parser = CommandParser(
         PROG,
