@@ -154,13 +154,13 @@ def read_manifest(bundle: Path) -> Manifest:
         raise BundleError(
             f"{path} is damaged or not a manifest of this version: {exc}; export the bundle again"
         ) from exc
-    for name in _needed(manifest):
-        if name not in manifest.files:
-            raise BundleError(f"{path} needs {name} and does not list it; export the bundle again")
     for name in manifest.files:
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts:
             raise BundleError(f"{path} lists {name!r}, which lies outside the bundle; do not use this bundle")
+    for name in _needed(manifest):
+        if name not in manifest.files:
+            raise BundleError(f"{path} needs {name} and does not list it; export the bundle again")
     return manifest
 
 

@@ -25,11 +25,16 @@ from specdec.export.bundle import (
 from support.bundles import shared_bundle
 
 
+def bundle_files() -> list[str]:
+    return sorted(read_manifest(shared_bundle()).files)
+
+
 def stage(output: Path, *, force: bool = False, text: str = "one") -> Manifest:
-    """Commit a bundle of one file with the shared bundle's manifest."""
+    """Commit a bundle that holds `text` in every file of the shared bundle, under its manifest."""
     with Staging(output, force=force) as staging:
-        (staging.path / "target").mkdir()
-        (staging.path / "target" / "model.onnx").write_text(text)
+        (staging.path / "target" / "fp32").mkdir(parents=True)
+        for name in bundle_files():
+            (staging.path / name).write_text(text)
         files = staging.hash_files()
         manifest = msgspec.structs.replace(read_manifest(shared_bundle()), files=files)
         assert not output.exists() or force
@@ -50,8 +55,10 @@ def names(folder: Path) -> list[str]:
 def test_commit(tmp_path: Path) -> None:
     manifest = stage(tmp_path / "deep" / "bundle")
     assert names(tmp_path / "deep") == ["bundle"]
-    assert names(tmp_path / "deep" / "bundle") == [MANIFEST_NAME, "target"]
-    assert list(manifest.files) == ["target/model.onnx"]
+    files = bundle_files()
+    assert names(tmp_path / "deep" / "bundle") == sorted([MANIFEST_NAME, *{name.partition("/")[0] for name in files}])
+    assert sorted(manifest.files) == files
+    assert "target/fp32/model.onnx" in files
     assert read_manifest(tmp_path / "deep" / "bundle") == manifest
     verify_files(tmp_path / "deep" / "bundle", manifest)
     assert (tmp_path / "deep" / "bundle").stat().st_mode & 0o777 == 0o755
@@ -69,9 +76,9 @@ def test_an_existing_bundle_is_kept_unless_forced(tmp_path: Path) -> None:
     stage(output, text="old")
     with pytest.raises(ExportError, match=r"bundle exists already: choose another output, or replace it with --force"):
         stage(output, text="new")
-    assert (output / "target" / "model.onnx").read_text() == "old"
+    assert (output / "target" / "fp32" / "model.onnx").read_text() == "old"
     stage(output, force=True, text="new")
-    assert (output / "target" / "model.onnx").read_text() == "new"
+    assert (output / "target" / "fp32" / "model.onnx").read_text() == "new"
     assert names(tmp_path) == ["bundle"]
 
 
@@ -80,7 +87,7 @@ def test_the_old_bundle_stays_until_the_new_one_is_whole(tmp_path: Path) -> None
     stage(output, text="old")
     with pytest.raises(RuntimeError):
         interrupted(output, RuntimeError, force=True)
-    assert (output / "target" / "model.onnx").read_text() == "old"
+    assert (output / "target" / "fp32" / "model.onnx").read_text() == "old"
     assert names(tmp_path) == ["bundle"]
 
 
@@ -89,7 +96,7 @@ def test_replacing_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyP
     stage(output, text="old")
     monkeypatch.setattr(module.ctypes, "CDLL", lambda name: object())
     stage(output, force=True, text="new")
-    assert (output / "target" / "model.onnx").read_text() == "new"
+    assert (output / "target" / "fp32" / "model.onnx").read_text() == "new"
     assert names(tmp_path) == ["bundle"]
 
 

@@ -69,7 +69,7 @@ def test_methods_take_turns_and_the_fastest_repeat_counts() -> None:
 
 
 def test_pass_costs_time_every_width_and_batch_in_turns() -> None:
-    engine = FakeEngine(fake_spec(8, max_length=1024), order=2)
+    engine = FakeEngine(fake_spec(8, max_length=1024), order=2, prefilling=True)
     costs = pass_costs(engine)
     kinds = [(batch, width) for batch in (1, 4) for width in (1, 2, 3, 4, 6, 8, 16)]
     assert [(cost.batch, cost.width) for cost in costs] == kinds
