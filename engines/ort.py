@@ -31,6 +31,7 @@ class OrtKV:
     """Cache buffers [rows, H_kv, capacity, D], two per layer, as OrtValues on the engine's device."""
 
     def __init__(self, spec: ModelSpec, device: str, rows: int, capacity: int) -> None:
+        self._spec = spec
         self._device = device
         shape = (rows, spec.num_kv_heads, capacity, spec.head_dim)
         self._dtype = np.dtype(spec.dtype)
@@ -54,7 +55,7 @@ class OrtKV:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self._count * int(np.prod(self._shape)) * self._dtype.itemsize
+        return self._spec.kv_bytes(self.rows, self.capacity)
 
     def grow(self, rows: int, capacity: int, used: int) -> None:
         """See `KVBuffers.grow`."""
@@ -67,7 +68,7 @@ class OrtKV:
                 new[: self.rows, :, :used] = self._read(index)[:, :, :used]
             self._install(grown)
         except (MemoryError, RuntimeError) as exc:
-            need = sum(self._dtype.itemsize * int(np.prod(shape)) for _ in range(self._count)) / 2**20
+            need = self._spec.kv_bytes(rows, capacity) / 2**20
             raise EngineError(f"growing the cache to {rows} rows x {capacity} slots needs {need:.0f} MiB more") from exc
 
     def move_row(self, source: int, target: int, used: int) -> None:

@@ -135,10 +135,10 @@ class TextStream:
         """Add text; cut at the first stop string that the new characters complete."""
         searched = len(self.text)
         self.text += new
-        found = [(self.text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stop]
-        ends = [position for position, _ in found if position >= 0]
-        if ends:
-            self.text = self.text[: min(ends)]
+        found = [self.text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop]
+        starts = [position for position in found if position >= 0]
+        if starts:
+            self.text = self.text[: min(starts)]
             self.stopped = True
 
     def _undecided(self) -> int:
