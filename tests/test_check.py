@@ -8,34 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engines.base import Capabilities, Engine, KVBuffers
+from specdec.engines.base import Engine
 from specdec.engines.contract import Chunk, FloatArray, ModelSpec
 from specdec.engines.errors import ExportError, GateError
+from specdec.engines.invariance import PROBE_TOKENS
 from specdec.engines.manifest import read_manifest
-from specdec.engines.registry import EngineConfig, open_engine
-from specdec.export.check import (
-    PROBE_TOKENS,
-    Base,
-    Reference,
-    check_invariance,
-    check_parity,
-    probe_tokens,
-    reference,
-    run_gates,
-)
-from specdec.export.scoring import Round, same_bits, score, soil
+from specdec.export.check import Reference, check_parity, probe_tokens, reference, run_gates
 from specdec.export.sources import open_checkpoint
-from support.bundles import LOGITS_SIZE, TOKENIZER_SIZE, shared_bundle, shared_checkpoint
-
-TOKENS = np.random.default_rng(3).integers(0, TOKENIZER_SIZE, PROBE_TOKENS).tolist()
-ROWS = [TOKENS, TOKENS[4:50], TOKENS[9:30], TOKENS[1:33]]
-
-
-def open_tiny(threads: int = 1, family: str = "llama", graph: Path | None = None) -> Engine:
-    bundle = shared_bundle(family)
-    manifest = read_manifest(bundle)
-    path = graph or bundle / manifest.target.variants["fp32"].graph
-    return open_engine(path, manifest.target.spec, EngineConfig(threads=threads))
+from support.bundles import TOKENIZER_SIZE, shared_bundle, shared_checkpoint
+from support.engines import TOKENS, Faulty, open_tiny
 
 
 def expected(family: str = "llama", tokens: list[int] = TOKENS, **changes: Any) -> Reference:
@@ -48,31 +29,6 @@ def expected(family: str = "llama", tokens: list[int] = TOKENS, **changes: Any) 
 @pytest.fixture(scope="module")
 def llama() -> Reference:
     return expected()
-
-
-class Faulty:
-    """A tiny engine with a fault: `chunk` and `logits` change what goes in and comes out."""
-
-    def __init__(self, inner: Engine) -> None:
-        self.inner = inner
-        self.spec: ModelSpec = inner.spec
-        self.capabilities: Capabilities = inner.capabilities
-
-    def allocate(self, rows: int, capacity: int) -> KVBuffers:
-        return self.inner.allocate(rows, capacity)
-
-    def step(self, chunk: Chunk, kv: KVBuffers, first_row: int = 0) -> FloatArray:
-        changed = self.chunk(chunk)
-        return self.logits(changed, self.inner.step(changed, kv, first_row))
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def chunk(self, chunk: Chunk) -> Chunk:
-        return chunk
-
-    def logits(self, chunk: Chunk, logits: FloatArray) -> FloatArray:
-        return logits
 
 
 class IgnoresTree(Faulty):
@@ -94,20 +50,6 @@ class NotANumber(Faulty):
         if chunk.width == 5:
             logits[0, 1, 7] = np.nan
         return logits
-
-
-class WidthNoise(Faulty):
-    """One unit in the last place off, at one width."""
-
-    def logits(self, chunk: Chunk, logits: FloatArray) -> FloatArray:
-        if chunk.width == 3:
-            logits[0, 2, 11] = np.nextafter(logits[0, 2, 11], np.float32(np.inf))
-        return logits
-
-
-class LeakyBatch(Faulty):
-    def logits(self, chunk: Chunk, logits: FloatArray) -> FloatArray:
-        return logits + (chunk.rows == 4) * np.float32(1e-6)
 
 
 def test_a_right_graph_passes(llama: Reference) -> None:
@@ -162,42 +104,6 @@ def test_faults_fail_parity(llama: Reference, fault: type[Faulty], message: str)
         check_parity(fault(open_tiny()), llama)
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (
-            WidthNoise,
-            r"first at position 2, logit of token 11 \(largest .*\) of row 0 in chunks of 3, batch 1, 160 slots",
-        ),
-        (LeakyBatch, r"of row 0 in chunks of 2/5/8, batch 4, 160 slots, against the whole text in one chunk"),
-    ],
-)
-def test_faults_fail_invariance(fault: type[Faulty], message: str) -> None:
-    with pytest.raises(GateError, match=r"^invariance gate failed: bits differ, .*" + message):
-        check_invariance(fault(open_tiny()), Base(open_tiny(), ROWS))
-
-
-class OneTokenNoise(Faulty):
-    def logits(self, chunk: Chunk, logits: FloatArray) -> FloatArray:
-        return logits + (chunk.width == 1) * np.float32(0.25)
-
-
-def test_one_token_passes_may_differ_and_then_two_are_the_least() -> None:
-    invariance = check_invariance(OneTokenNoise(open_tiny()), Base(open_tiny(), ROWS))
-    assert (invariance.exact, invariance.least_width) == (True, 2)
-    assert invariance.one_token_max_abs_diff == pytest.approx(0.25, rel=1e-5)
-
-
-class DeepNoise(Faulty):
-    def logits(self, chunk: Chunk, logits: FloatArray) -> FloatArray:
-        return logits + (chunk.width == 5 and chunk.past_lens[0] > 256) * np.float32(1e-6)
-
-
-def test_a_difference_far_into_the_text_fails_invariance() -> None:
-    with pytest.raises(GateError, match="of row 0 in chunks of 5/2 behind 300 tokens, batch 1, 900 slots"):
-        check_invariance(DeepNoise(open_tiny()), Base(open_tiny(), ROWS))
-
-
 def test_threads_that_change_bits_fail_invariance(llama: Reference) -> None:
     class Off(Faulty):
         def logits(self, chunk: Chunk, logits: FloatArray) -> FloatArray:
@@ -238,33 +144,3 @@ def test_probe_tokens() -> None:
     short = ModelSpec(**{name: getattr(spec, name) for name in spec.__struct_fields__} | {"max_length": 32})
     with pytest.raises(ExportError, match="context is 32 tokens: the gates need 64"):
         probe_tokens([5], short, None)
-
-
-def test_score_pads_and_keeps_rows_apart() -> None:
-    engine = open_tiny()
-    kv = engine.allocate(3, 96)
-    soil(engine, kv)
-    rows = [TOKENS[:7], TOKENS[20:21], TOKENS[10:22]]  # 7 = 2 + 5, 1 is padded to 2, 12
-    together = score(engine, kv, rows, [2, 5])
-    assert [logits.shape for logits in together] == [(7, LOGITS_SIZE), (1, LOGITS_SIZE), (12, LOGITS_SIZE)]
-    for row, logits in zip(rows, together, strict=True):
-        assert same_bits(logits, score(engine, kv, [row], [len(row)])[0])
-
-
-def test_same_bits_is_stricter_than_equality() -> None:
-    zero = np.zeros(1, np.float32)
-    assert not same_bits(zero, -zero)
-    assert not same_bits(zero, zero.astype(np.float16))
-    assert same_bits(zero * np.nan, zero * np.nan)
-
-
-def test_round_spells_out_paths() -> None:
-    step = Round(name="tree", past=((1, 2), (3,)), tokens=((4, 5, 6), (7, 8, 9)), parents=(-1, 0, 0), scored=2)
-    assert list(step.paths()) == [
-        (0, 0, (1, 2, 4, 5)), (0, 1, (1, 2, 4, 6)), (1, 0, (3, 7, 8)), (1, 1, (3, 7, 9)),
-    ]  # fmt: skip
-    chunk = step.chunk(max_length=4)
-    assert chunk.past_lens.tolist() == [2, 1]
-    assert chunk.position_ids.tolist() == [[2, 3, 3], [1, 2, 2]]
-    assert chunk.chunk_mask[0].tolist() == [[True, False, False], [True, True, False], [True, False, True]]
-    assert chunk.logit_indices.tolist() == [[1, 2], [1, 2]]

@@ -44,7 +44,7 @@ class Round:
         for row, tokens in enumerate(self.tokens):
             parents = _chain(len(tokens)) if self.parents is None else self.parents
             for index, node in enumerate(range(len(tokens) - self.scored, len(tokens))):
-                line = _line(parents, node)
+                line = nodes_to(parents, node)
                 yield row, index, (*self.past[row], *(tokens[step] for step in line))
 
 
@@ -97,13 +97,13 @@ def same_bits(left: FloatArray, right: FloatArray) -> bool:
     return left.dtype == right.dtype and np.array_equal(left.view(unsigned), right.view(unsigned))
 
 
-def _chain(width: int) -> tuple[int, ...]:
-    return tuple(range(-1, width - 1))
-
-
-def _line(parents: Sequence[int], node: int) -> list[int]:
-    """Nodes from the root to `node`."""
+def nodes_to(parents: Sequence[int], node: int) -> list[int]:
+    """Nodes of the path that ends at `node`, a root (parent -1) first; `parents[i]` is node i's parent."""
     line = [node]
     while parents[line[0]] >= 0:
         line.insert(0, parents[line[0]])
     return line
+
+
+def _chain(width: int) -> tuple[int, ...]:
+    return tuple(range(-1, width - 1))
