@@ -152,8 +152,9 @@ def _beyond_window(tokens: Sequence[int]) -> tuple[Round, ...]:
     """One row, longer than the sliding window: the prompt up to the window's edge, then across it in small steps."""
     text = tuple(tokens)
     edge = len(text) - PROBE_TOKENS + 4  # just after the first position that no longer sees the start
+    near, past = max(edge - 16, 2), edge + 8  # a window may be shorter than what leads up to its edge
     return (
-        Round(name="prefill to the window", past=((),), tokens=(text[: edge - 16],), scored=2),
-        Round(name="across the window", past=(text[: edge - 16],), tokens=(text[edge - 16 : edge + 8],), scored=24),
-        Round(name="beyond the window", past=(text[: edge + 8],), tokens=(text[edge + 8 :],), scored=8),
+        Round(name="prefill to the window", past=((),), tokens=(text[:near],), scored=2),
+        Round(name="across the window", past=(text[:near],), tokens=(text[near:past],), scored=past - near),
+        Round(name="beyond the window", past=(text[:past],), tokens=(text[past:],), scored=8),
     )

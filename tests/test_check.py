@@ -16,7 +16,7 @@ from specdec.engines.manifest import read_manifest
 from specdec.export.check import Reference, check_parity, probe_tokens, reference, run_gates
 from specdec.export.sources import open_checkpoint
 from support.bundles import TOKENIZER_SIZE, shared_bundle, shared_checkpoint
-from support.engines import TOKENS, Faulty, open_tiny
+from support.engines import TOKENS, Faulty, IgnoresTree, open_tiny
 
 
 def expected(family: str = "llama", tokens: list[int] = TOKENS, **changes: Any) -> Reference:
@@ -29,12 +29,6 @@ def expected(family: str = "llama", tokens: list[int] = TOKENS, **changes: Any) 
 @pytest.fixture(scope="module")
 def llama() -> Reference:
     return expected()
-
-
-class IgnoresTree(Faulty):
-    def chunk(self, chunk: Chunk) -> Chunk:
-        mask = np.broadcast_to(np.tril(np.ones((chunk.width, chunk.width), bool)), chunk.chunk_mask.shape)
-        return replace(chunk, chunk_mask=np.ascontiguousarray(mask))
 
 
 class LateBySlot(Faulty):
@@ -127,6 +121,14 @@ def test_the_window_is_crossed() -> None:
     wrong = expected("mistral", tokens, sliding_window=20)
     with pytest.raises(GateError, match="parity gate failed"):
         check_parity(open_tiny(family="mistral"), wrong)
+
+
+@pytest.mark.parametrize("window", [1, 5, 13, 16])
+def test_a_window_may_be_shorter_than_what_leads_up_to_its_edge(window: int) -> None:
+    tokens = probe_tokens(TOKENS, read_manifest(shared_bundle("mistral")).target.spec, window)
+    crossing = expected("mistral", tokens, sliding_window=window).long_round
+    assert [len(step.past[0]) for step in crossing] == [0, max(window - 12, 2), window + 12]
+    assert [step.scored for step in crossing] == [2, min(window + 10, 24), 8]
 
 
 def test_overflow_in_pytorch_itself_is_reported(llama: Reference) -> None:

@@ -1,5 +1,6 @@
 """Tiny real engines, sound and faulty, and a text for them: what the gates are tried on."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,3 +47,11 @@ class Faulty:
 
     def logits(self, chunk: Chunk, logits: FloatArray) -> FloatArray:
         return logits
+
+
+class IgnoresTree(Faulty):
+    """Every token sees all before it, siblings too."""
+
+    def chunk(self, chunk: Chunk) -> Chunk:
+        mask = np.broadcast_to(np.tril(np.ones((chunk.width, chunk.width), bool)), chunk.chunk_mask.shape)
+        return replace(chunk, chunk_mask=np.ascontiguousarray(mask))
