@@ -140,6 +140,9 @@ def test_tree_noise_of_a_right_graph_is_rounding(family: str) -> None:
     assert 0 < noise.max_abs_diff < 1e-4
     assert noise == tree_noise(open_tiny(family=family), TOKENS)  # the trees are the same every time
     assert 8 * 12 / 2 < noise.nodes < 8 * 12
+    deep = tree_noise(open_tiny(family=family), TOKENS * 5)  # across the borders of the kernels' blocks of 128 slots
+    assert deep.first_branch_exact
+    assert 0 < deep.max_abs_diff < 1e-4
 
 
 class FlatTree(Faulty):
