@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from specdec.engines.contract import Chunk, FloatArray, ModelSpec
+from specdec.engines.contract import Chunk, FloatArray, IntArray, ModelSpec
 
 
 def capacity_bucket(slots: int) -> int:
@@ -60,6 +60,10 @@ class KVBuffers(Protocol):
 
     def move_row(self, source: int, target: int, used: int) -> None:
         """Copy slots below `used` of row `source` over row `target`."""
+        ...
+
+    def move_slots(self, row: int, sources: IntArray, start: int) -> None:
+        """Copy slots `sources` (ascending, none below its place) of `row` to `start`, `start + 1`, ..."""
         ...
 
     def read(self, row: int, used: int) -> np.ndarray:

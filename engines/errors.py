@@ -30,6 +30,10 @@ class RequestError(SpecdecError):
     """A prompt, sampling parameter or option of a request is invalid."""
 
 
+class DeadEndError(RequestError):
+    """The request's own terms leave no token possible at some position."""
+
+
 class ExportError(SpecdecError):
     """A checkpoint could not be turned into a bundle."""
 

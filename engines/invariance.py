@@ -25,6 +25,12 @@ DEEP = 300  # tokens before the deep ones: kernels sum over the cache in blocks 
 THREADS = (2, 1)
 NOISE_WIDTHS = (1, 2, 5, 16)  # one token, the narrowest pass of `exact`, a verified draft, a wide one
 
+PROBE_TEXT = (
+    "The lighthouse keeper wrote one line a day: wind from the north-west, 7 knots; two ships seen; all well. "
+    "On the 31st of March he wrote nothing, and the next morning the lamp was still burning. What had he seen?\n"
+    "def next_line(lines: list[str]) -> str:\n    return lines[-1] if lines else 'all well'\n"
+)
+
 Opener = Callable[[int], Engine]  # number of threads -> engine
 T = TypeVar("T")
 

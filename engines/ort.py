@@ -17,6 +17,7 @@ from specdec.engines.contract import (
     LOGITS,
     Chunk,
     FloatArray,
+    IntArray,
     ModelSpec,
     past_names,
     present_names,
@@ -76,6 +77,14 @@ class OrtKV:
         for index in range(self._count):
             array = self._read(index)
             array[target, :, :used] = array[source, :, :used]
+            if self._device != "cpu":
+                self._values[index].update_inplace(array)
+
+    def move_slots(self, row: int, sources: IntArray, start: int) -> None:
+        """See `KVBuffers.move_slots`."""
+        for index in range(self._count):
+            array = self._read(index)
+            array[row, :, start : start + len(sources)] = array[row][:, sources]  # indexing copies: no overlap
             if self._device != "cpu":
                 self._values[index].update_inplace(array)
 

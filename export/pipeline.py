@@ -16,6 +16,7 @@ import onnx_ir as ir
 from specdec.engines.base import Engine
 from specdec.engines.contract import CONTRACT_VERSION, Dtype, ModelSpec
 from specdec.engines.errors import RequestError
+from specdec.engines.invariance import PROBE_TEXT
 from specdec.engines.manifest import (
     SCHEMA_VERSION,
     Limits,
@@ -44,11 +45,6 @@ WORKSPACE = 9 * 2**27  # bytes beside the weights: libraries, a large vocabulary
 # kernels and keeps what it loads a second time, in float32.
 ENGINE_PEAK = {"float32": 1.3, "float16": 2.3}
 TOOLS = ("specdec", "torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime")
-TEXT = (
-    "The lighthouse keeper wrote one line a day: wind from the north-west, 7 knots; two ships seen; all well. "
-    "On the 31st of March he wrote nothing, and the next morning the lamp was still burning. What had he seen?\n"
-    "def next_line(lines: list[str]) -> str:\n    return lines[-1] if lines else 'all well'\n"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +165,7 @@ def _trace_all(jobs: Sequence[_Job], progress: Progress) -> list[ir.Model]:
 def _export_model(job: _Job, graph: ir.Model, bundle: Path, progress: Progress) -> Model:
     """Write one model into the bundle and pass it through the gates; its PyTorch weights are gone by then."""
     spec, config = job.spec, text_config(job.checkpoint.config)
-    text = job.tokenizer.backend().encode(TEXT).ids
+    text = job.tokenizer.backend().encode(PROBE_TEXT).ids
     tokens = probe_tokens(text, spec, getattr(config, "sliding_window", None))
     name = f"{job.role}/{job.precision}/model.onnx"
     (bundle / name).parent.mkdir(parents=True)

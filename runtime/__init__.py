@@ -1,9 +1,12 @@
 """The runtime: drafting, verification and emission, on NumPy and one engine library."""
 
 from specdec.engines.registry import EngineConfig
-from specdec.runtime.llm import LLM, Delta, SpeculativeConfig
+from specdec.runtime.config import SpeculativeConfig
+from specdec.runtime.grammar import StructuredOutputsParams
+from specdec.runtime.llm import LLM, Delta
+from specdec.runtime.params import SamplingParams
 from specdec.runtime.request import RequestOutput, Stats
-from specdec.runtime.sampling import Logprob, SamplingParams
+from specdec.runtime.sampling import Logprob
 
 __all__ = [
     "LLM",
@@ -14,4 +17,5 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "Stats",
+    "StructuredOutputsParams",
 ]

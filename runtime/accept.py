@@ -1,82 +1,121 @@
-"""Who is accepted, and what the target emits. Pure: probabilities and dice in, a number and a token out.
+"""Who is accepted, and what the target emits. Pure: a tree, distributions and dice in, a path and a token out.
 
-The rules speak of distributions only; they do not know where p and q come from, nor caches, nor text. Chance comes in
-through `Dice`, so that a test can walk every outcome with exact fractions instead of sampling.
+p(node) [V] is the target's distribution after `node` (ROOT: after the pending token), and tree.q[node] [V] the one that
+the node's token was drawn from, both after the request's whole pipeline. Rules ask for p only where it can matter, and
+do not know where p and q come from, nor caches, nor text. docs/lossless.md has the mathematics.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from specdec.engines.contract import FloatArray
+from specdec.runtime.chance import Dice
+from specdec.runtime.tree import ROOT, TokenTree
 
-
-class Dice(Protocol):
-    """The two random choices that acceptance makes."""
-
-    def coin(self, probability: float) -> bool:
-        """Return True with this probability (values above 1 count as 1)."""
-        ...
-
-    def draw(self, weights: FloatArray) -> int:
-        """Return index i with probability weights[i] / sum(weights); the sum is above 0."""
-        ...
-
-
-class RandomDice:
-    """Dice from a NumPy generator; u is a float64 in [0, 1) and wins iff u < probability."""
-
-    def __init__(self, seed: int | None) -> None:
-        self._rng = np.random.Generator(np.random.Philox(seed))
-
-    def coin(self, probability: float) -> bool:
-        """See `Dice.coin`."""
-        return bool(self._rng.random() < probability)
-
-    def draw(self, weights: FloatArray) -> int:
-        """See `Dice.draw`: inverse of the cumulated weights."""
-        mass = np.cumsum(weights)
-        index = int(np.searchsorted(mass, self._rng.random() * mass[-1], side="right"))
-        return min(index, int(np.searchsorted(mass, mass[-1])))  # rounding must not pass the last positive weight
+Target = Callable[[int], FloatArray]  # node -> p [V]
 
 
 class Accepted(NamedTuple):
-    """`kept` leading draft tokens are kept, then `token` is emitted from the target."""
+    """The draft nodes of `path` are kept, from the first level down; then `token` is emitted from the target."""
 
-    kept: int
+    path: tuple[int, ...]
     token: int
 
 
-def accept_greedy(draft: Sequence[int], best: Callable[[int], int]) -> Accepted:
-    """Keep the draft while it is the target's argmax, then emit the argmax.
+def accept_matching(tree: TokenTree, choice: Callable[[int], int]) -> Accepted:
+    """Keep what the target would have chosen itself; choice(node) is the token that it chooses after `node`.
 
-    best(i) is the argmax after draft[:i], i up to len(draft); asked for only as far as it is needed.
+    Greedy decoding (choice: the argmax; blockwise decoding, Stern et al., arXiv:1811.03115) and coupled sampling
+    (choice: argmax of log p + noise of the position): the text is the target's own whatever the draft.
     """
-    for kept, token in enumerate(draft):
-        if best(kept) != token:
-            return Accepted(kept, best(kept))
-    return Accepted(len(draft), best(len(draft)))
+    path: list[int] = []
+    node: int | None = ROOT
+    while node is not None:
+        token = choice(node)
+        node = next((child for child in tree.children(node) if tree.tokens[child] == token), None)
+        if node is not None:
+            path.append(node)
+    return Accepted(tuple(path), token)
 
 
-def accept_chain(
-    draft: Sequence[int], p: Callable[[int], FloatArray], q: Sequence[FloatArray] | None, dice: Dice
-) -> Accepted:
-    """Token rejection sampling (Leviathan et al., arXiv:2211.17192, algorithm 1): what is emitted is distributed as p.
+def accept_tokens(tree: TokenTree, p: Target, dice: Dice) -> Accepted:
+    """Token rejection sampling (Leviathan et al., arXiv:2211.17192, algorithm 1), child after child down a tree.
 
-    draft[i] was drawn from q[i] [V]; q None says that the draft is deterministic (q is one-hot at draft[i]).
-    p(i) [V] is the target's distribution after draft[:i], i up to len(draft); asked for once, as far as needed.
+    Siblings were drawn without replacement from one q, in their order, or are deterministic (q is one-hot).
     """
-    for kept, token in enumerate(draft):
-        target = p(kept)
-        # q(x) > 0, since x was drawn from q
-        if dice.coin(target[token] if q is None else target[token] / q[kept][token]):
-            continue
-        residual = target.copy()
-        if q is None:
-            residual[token] = 0
+    path: list[int] = []
+    node = ROOT
+    while True:
+        target, draft = p(node), None
+        for child in tree.children(node):
+            token, drawn_from = tree.tokens[child], tree.draft(child)
+            if drawn_from is None:
+                ratio, rest = target[token], _without(target, token)
+            else:
+                draft = drawn_from if draft is None else draft
+                # draft[token] > 0, since token was drawn from it
+                ratio, rest = target[token] / draft[token], np.maximum(target - draft, 0)
+                draft = _normalized(_without(draft, token))
+            if dice.coin(ratio):
+                path.append(child)
+                node = child
+                break
+            # nothing is left only if p and q are equal; then the coin cannot lose but by rounding
+            target = _normalized(rest) if rest.any() else target
         else:
-            residual = np.maximum(target - q[kept], 0)
-        # p == q leaves nothing; then the coin cannot lose but by rounding, and p itself is the residual's limit
-        return Accepted(kept, dice.draw(residual if residual.sum() > 0 else target))
-    return Accepted(len(draft), dice.draw(p(len(draft))))
+            return Accepted(tuple(path), dice.draw(target))
+
+
+def accept_block(tree: TokenTree, p: Target, dice: Dice) -> Accepted:
+    """Block verification of a sampled chain (Sun et al., arXiv:2403.10444, algorithm 2): never fewer than by token.
+
+    weight is p_i of the paper; the longest prefix whose coin wins is kept, not the one before the first loss.
+    """
+    weight, kept, rest = 1, 0, np.maximum(p(ROOT) - _draft(tree, 0), 0)
+    for index, token in enumerate(tree.tokens):
+        weight = min(1, weight * p(index - 1)[token] / _draft(tree, index)[token])
+        if weight == 0:
+            break  # what follows an impossible token is impossible
+        last = index + 1 == len(tree)
+        left = p(index) if last else np.maximum(weight * p(index) - _draft(tree, index + 1), 0)
+        mass = left.sum()
+        chance = weight if last or mass + 1 == weight else mass / (mass + 1 - weight)  # 1 where it is 0 / 0
+        if dice.coin(chance):
+            kept, rest = index + 1, left
+    return Accepted(tuple(range(kept)), dice.draw(rest if rest.any() else p(kept - 1)))
+
+
+def accept_typical(tree: TokenTree, p: Target, dice: Dice, epsilon: float = 0.09, delta: float = 0.3) -> Accepted:
+    """LOSSY. Typical acceptance (Cai et al., arXiv:2401.10774, section 2.3.1): the longest path of likely tokens.
+
+    A token is likely when p(token) > min(epsilon, delta * exp(-entropy of p)). What is emitted is not distributed as p.
+    """
+    paths: dict[int, tuple[int, ...]] = {ROOT: ()}  # of the nodes that are likely, like all their ancestors
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if parent in paths:
+            target = p(parent)
+            positive = target[target > 0]
+            if target[token] > min(epsilon, delta * np.exp((positive * np.log(positive)).sum())):
+                paths[node] = (*paths[parent], node)
+    path = max(paths.values(), key=len)
+    return Accepted(path, dice.draw(p(path[-1] if path else ROOT)))
+
+
+def _draft(tree: TokenTree, node: int) -> FloatArray:
+    q = tree.draft(node)
+    if q is None:
+        raise ValueError("block verification is for sampled chains: this one is deterministic")
+    return q
+
+
+def _without(weights: FloatArray, token: int) -> FloatArray:
+    rest = weights.copy()
+    rest[token] = 0
+    return rest
+
+
+def _normalized(weights: FloatArray) -> FloatArray:
+    total = weights.sum()
+    return weights / total if total > 0 else weights

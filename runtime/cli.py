@@ -6,19 +6,34 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from specdec.engines.command import CommandParser, run_command
 from specdec.engines.errors import RequestError
 from specdec.engines.registry import EngineConfig
-from specdec.runtime.llm import LLM, Mode, SpeculativeConfig
-from specdec.runtime.sampling import SamplingParams
+from specdec.runtime.config import SpeculativeConfig
+from specdec.runtime.grammar import StructuredOutputsParams
+from specdec.runtime.llm import LLM, Mode
+from specdec.runtime.params import ACCEPTANCE_RULES, SamplingParams, is_lossless
 
 PROG = "specdec-generate"
+_NUMBERS = (
+    ("max_new_tokens", int, "most tokens to generate"),
+    ("min_new_tokens", int, "no end before so many"),
+    ("temperature", float, "0 is greedy"),
+    ("top_k", int, "0 is off"),
+    ("top_p", float, "1 is off"),
+    ("min_p", float, "0 is off"),
+    ("repetition_penalty", float, "of prompt and answer; 1 is off"),
+    ("presence_penalty", float, "of the answer; 0 is off"),
+    ("frequency_penalty", float, "of the answer, for each time; 0 is off"),
+)
 EXAMPLES = """examples:
   specdec-generate bundle -p "Write a haiku about rivers."
   specdec-generate bundle --raw -p "def fibonacci(n):" --max-new-tokens 64 --stop "def "
   specdec-generate bundle -p - --temperature 0.7 --top-p 0.9 --seed 1 < prompt.txt
+  specdec-generate bundle -p "A person, as JSON." --json-schema person.json --temperature 1
   specdec-generate bundle -p "..." --no-speculation --json | jq .stats.tokens_per_second
 """
 
@@ -31,17 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     params = SamplingParams(
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
+        **{name: getattr(args, name) for name, *_ in _NUMBERS},
+        bad_words=tuple(args.bad_word),
+        structured_outputs=_structured_outputs(args),
+        acceptance=args.acceptance,
         seed=args.seed,
         stop=tuple(args.stop),
     )
     speculative = SpeculativeConfig(
-        method=None if args.no_speculation else args.method, num_speculative_tokens=args.num_speculative_tokens
+        method=None if args.no_speculation else args.method,
+        num_speculative_tokens=args.num_speculative_tokens,
+        tree=args.tree,
     )
     text = _prompt(args.prompt)
     engine = EngineConfig(provider=args.provider, threads=args.threads)
@@ -64,7 +79,25 @@ def _generate(args: argparse.Namespace) -> int:
         print(json.dumps(report, ensure_ascii=False))
     else:
         print()
+    if not is_lossless(params.acceptance):
+        print(f"{PROG}: note: {params.acceptance} is lossy: this is not the target's own distribution", file=sys.stderr)
     return 0
+
+
+def _structured_outputs(args: argparse.Namespace) -> StructuredOutputsParams | None:
+    """The answer's form, None when it is free."""
+    if args.json_schema is not None:
+        return StructuredOutputsParams(json=_read(args.json_schema))
+    if args.grammar is not None:
+        return StructuredOutputsParams(grammar=_read(args.grammar))
+    return StructuredOutputsParams(regex=args.regex) if args.regex is not None else None
+
+
+def _read(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise RequestError(f"{name} cannot be read: {exc}") from exc
 
 
 def _prompt(text: str) -> str:
@@ -88,24 +121,27 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--raw", action="store_false", dest="chat", help="the prompt as it is")
 
     sampling = parser.add_argument_group("sampling")
-    for name, kind, note in (
-        ("max_new_tokens", int, "most tokens to generate"),
-        ("temperature", float, "0 is greedy"),
-        ("top_k", int, "0 is off"),
-        ("top_p", float, "1 is off"),
-        ("min_p", float, "0 is off"),
-        ("repetition_penalty", float, "1 is off"),
-    ):
+    for name, kind, note in _NUMBERS:
         option = "--" + name.replace("_", "-")
         sampling.add_argument(option, type=kind, default=defaults[name], help=f"{note} (default {defaults[name]})")
     sampling.add_argument("--seed", type=int, help="makes sampling repeatable")
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
     )
+    sampling.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="never say it; repeatable")
+    form = sampling.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="FILE", help="the answer is JSON of this schema")
+    form.add_argument("--regex", metavar="PATTERN", help="the answer matches this regular expression")
+    form.add_argument("--grammar", metavar="FILE", help="the answer is of this Lark grammar")
 
     speculation = parser.add_argument_group("speculation")
     speculation.add_argument("--method", default="auto", help="a drafter of the bundle (default auto: its first)")
     speculation.add_argument("--num-speculative-tokens", type=int, metavar="K", help="most draft tokens a round")
+    speculation.add_argument("--tree", choices=("chain", "dynamic"), default="chain", help="shape of the drafts; trees "
+                             "are lossless in law, not in bits (default %(default)s)")  # fmt: skip
+    speculation.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default=defaults["acceptance"],
+                             help="how sampled drafts are verified: with coupled a seed gives the same text with and "
+                             "without speculation; lossy-typical is lossy (default %(default)s)")  # fmt: skip
     speculation.add_argument("--no-speculation", action="store_true", help="plain decoding")
     speculation.add_argument("--fast", action="store_true", help="allow one-token passes: faster plain decoding, gives "
                              "up bit equality with speculation and batches")  # fmt: skip

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specdec.engines.contract import BoolArray
-from specdec.engines.errors import RequestError
+from specdec.engines.errors import DeadEndError, RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -118,7 +118,7 @@ class GrammarMatcher:
 
         They are those that go on within the grammar; where it leaves only one text, the tokenizer's own token for it
         alone. End tokens may follow a complete answer, and only they an end token; special and padding tokens never.
-        Raises `ValueError` when a token of `generated` was not allowed, `RequestError` when none can follow.
+        Raises `ValueError` when a token of `generated` was not allowed, `DeadEndError` when none can follow.
         """
         self._follow(generated, len(generated))
         mask: BoolArray = np.zeros(self._vocab_size, np.bool_)
@@ -165,9 +165,9 @@ class GrammarMatcher:
             return False
         return self._matcher.try_consume_tokens([token]) == 1
 
-    def _dead_end(self) -> RequestError:
+    def _dead_end(self) -> DeadEndError:
         problem = _line(self._matcher.get_error()) or "no token of the vocabulary fits"
-        return RequestError(
+        return DeadEndError(
             f"structured outputs leave no way on after {len(self._held)} tokens ({problem}): relax them"
         )
 

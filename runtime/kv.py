@@ -1,8 +1,8 @@
 """A model and what its rows hold: cache buffers, committed lengths, prefill, one pass over all rows.
 
 Rows 0 .. n-1 are active. A row's cache is what lies below `lens[row]`: committing adds to that number, rejecting adds
-less, nothing is copied. A row that leaves is replaced by the last one. Used alike for target and draft; this module
-does not know who proposes or accepts.
+less, and nothing is copied but the accepted path of a tree that is not its first branch. A row that leaves is replaced
+by the last one. Used alike for target and draft; this module does not know who proposes or accepts.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import numpy as np
 from specdec.engines.base import Engine, KVBuffers, capacity_bucket
 from specdec.engines.chunk import RowInput, pack
 from specdec.engines.contract import FloatArray
+from specdec.engines.errors import EngineError
 
 PREFILL_WIDTH = 256  # tokens of a prefill pass; wider gains nothing on a CPU and holds more activations
 
@@ -70,16 +71,32 @@ class CachedModel:
     def step(self, inputs: Sequence[RowInput]) -> list[FloatArray]:
         """Score one input per active row in one pass; commits nothing.
 
-        Returns, per row, logits [row.logits, V], valid until the next pass.
+        Returns, per row, logits [row.logits, V] of the vocabulary, valid until the next pass. Raises `EngineError` when
+        one of them is NaN or infinite, or all are -inf.
         """
         if len(inputs) != self.rows:
             raise ValueError(f"{len(inputs)} inputs for {self.rows} rows")
-        logits = self._run(inputs, 0)
-        return [logits[b, : row.logits] for b, row in enumerate(inputs)]
+        size = self.engine.spec.vocab_size  # the rest is padding of the checkpoint
+        scored = [part[: row.logits, :size] for part, row in zip(self._run(inputs, 0), inputs, strict=True)]
+        for row, logits in enumerate(scored):
+            if logits.size and not np.isfinite(logits.max(axis=-1)).all():  # a NaN is its row's maximum
+                raise EngineError(
+                    f"{self.engine.capabilities.device} returned logits that are not numbers, in row {row} after "
+                    f"{self.lens[row]} tokens: the graph overflows, or the engine is broken; try another precision"
+                )
+        return scored
 
-    def commit(self, row: int, count: int) -> None:
-        """Keep the first `count` tokens that the last pass wrote to `row` (a chain, or a tree's first branch)."""
-        self.lens[row] += count
+    def commit(self, row: int, nodes: Sequence[int]) -> None:
+        """Keep the inputs `nodes` of the last pass of `row`: a path, ascending.
+
+        A path that is not 0, 1, 2, ... is gathered to the slots behind what is committed.
+        """
+        kept = next((place for place, node in enumerate(nodes) if place != node), len(nodes))
+        if kept < len(nodes):
+            assert self._kv is not None, "a pass came before"
+            start = int(self.lens[row])
+            self._kv.move_slots(row, start + np.asarray(nodes[kept:], np.int64), start + kept)
+        self.lens[row] += len(nodes)
 
     def _run(self, inputs: Sequence[RowInput], first_row: int) -> FloatArray:
         past = self.lens[first_row : first_row + len(inputs)]

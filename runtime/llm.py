@@ -9,7 +9,7 @@ This module wires bundle, engines, drafter and scheduler together; the algorithm
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,43 +21,20 @@ from specdec.engines.errors import BundleError, RequestError
 from specdec.engines.manifest import Model, ModelDrafter, Variant, read_manifest, verify_files
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.runtime import drafters
+from specdec.runtime.config import SpeculativeConfig
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.drafters.model import ModelDrafter as DraftModel
 from specdec.runtime.drafters.ngram import NgramDrafter
+from specdec.runtime.grammar import GrammarCompiler
 from specdec.runtime.kv import CachedModel
-from specdec.runtime.request import FinishReason, RequestOutput, Row
-from specdec.runtime.sampling import SamplingParams
+from specdec.runtime.params import SamplingParams
+from specdec.runtime.request import FinishReason, RequestOutput, Row, Watch
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.text import Message, TextCodec
 
 Prompt = str | Sequence[int]
 Mode = Literal["exact", "fast"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig:
-    """How to speculate; field names as in vLLM.
-
-    `method`: a drafter of the bundle, `auto` (its first one), or None for plain decoding. `num_speculative_tokens`:
-    most draft tokens a round (None: the method's default). `prompt_lookup_min` and `prompt_lookup_max`: tokens that an
-    n-gram match has at least, and at most before it is extended.
-    """
-
-    method: str | None = "auto"
-    num_speculative_tokens: int | None = None
-    prompt_lookup_min: int = 1
-    prompt_lookup_max: int = 4
-
-    def __post_init__(self) -> None:
-        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
-            raise RequestError(
-                f"num_speculative_tokens must be at least 1, not {self.num_speculative_tokens} (method None is plain)"
-            )
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
-            raise RequestError(
-                "prompt_lookup_min and prompt_lookup_max must be at least 1 and in order, "
-                f"not {self.prompt_lookup_min} and {self.prompt_lookup_max}"
-            )
+Opener = Callable[[Path, ModelSpec, EngineConfig | None], Engine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +53,10 @@ class LLM:
     `mode`: in `exact`, speculation, batching and prefill change no bit of the logits: no pass is narrower than the
     variant's `least_width`, as measured at export. `fast` allows passes of one token everywhere; where those take other
     kernels they are cheaper, and their logits differ (in the last bits in fp32, more when quantized). Default: `exact`
-    where the variant's invariance gate passed, else `fast`.
+    where the variant's invariance gate passed and drafts are chains, else `fast`.
     `verify`: compare every file's SHA-256 with the manifest (about a second per GB).
+    `opener`: how a graph becomes an engine; for tests and for `specdec-verify`.
+    `watch`: called for every emitted token with all tokens before it and the logits that it was chosen from.
 
     Raises `BundleError`, `EngineError`, `RequestError` (an option that the bundle cannot fulfil).
     """
@@ -91,26 +70,27 @@ class LLM:
         mode: Mode | None = None,
         engine: EngineConfig | None = None,
         verify: bool = True,
+        opener: Opener = open_engine,
+        watch: Watch | None = None,
     ) -> None:
         self.bundle = Path(bundle)
         self.manifest = read_manifest(self.bundle)
         self.speculative = speculative or SpeculativeConfig()
         self.method = self._choose_method()
-        limit, most = self.manifest.limits.max_tree - 1, self.speculative.num_speculative_tokens
-        if most is not None and most > limit:
-            raise RequestError(
-                f"num_speculative_tokens {most} is more than this bundle's {limit} (--max-tree at export)"
-            )
+        self._check_tree()
         if verify:
             verify_files(self.bundle, self.manifest)
         target = _pick(self.manifest.target, variant)
         exact = target.invariance.exact
         if mode == "exact" and not exact:
             raise RequestError(f"{target.precision} failed its invariance gate at export: mode exact is not to be had")
-        self.mode: Mode = mode or ("exact" if exact else "fast")
+        if mode == "exact" and self.speculative.branches:
+            raise RequestError("trees that branch are lossless in law, not in bits: use mode fast, or tree='chain'")
+        self.mode: Mode = mode or ("exact" if exact and not self.speculative.branches else "fast")
+        self.watch = watch
         self.text = TextCodec(self.bundle, self.manifest.tokenizer)
         self._engines: dict[str, Engine] = {}
-        self._engine_config = engine
+        self._engine_config, self._opener = engine, opener
         self._target, self._width = self._open(self.manifest.target.spec, target)
         record = self.manifest.drafters.get(self.method) if self.method else None
         self._draft: Callable[[int], Drafter] | None = None  # number of rows -> drafter
@@ -184,10 +164,21 @@ class LLM:
             raise RequestError(f"this bundle has no drafter {method!r}: choose one of {', '.join(['auto', *known])}")
         return method
 
+    def _check_tree(self) -> None:
+        """Refuse trees that the bundle or the method cannot run."""
+        config, limit = self.speculative, self.manifest.limits.max_tree - 1
+        nodes = config.num_speculative_tokens if isinstance(config.tree, str) else len({*map(tuple, config.tree)})
+        if nodes is not None and nodes > limit:
+            raise RequestError(
+                f"num_speculative_tokens {nodes} is more than this bundle's {limit} (--max-tree at export)"
+            )
+        if not isinstance(config.tree, str) and self.method == "ngram":
+            raise RequestError("a list of paths is for drafters that rank their tokens: with ngram use tree='dynamic'")
+
     def _open(self, spec: ModelSpec, variant: Variant) -> tuple[Engine, int]:
         """Open a graph (once, if a target drafts for itself); return it and the positions of its narrowest pass."""
         if variant.graph not in self._engines:
-            self._engines[variant.graph] = open_engine(self.bundle / variant.graph, spec, self._engine_config)
+            self._engines[variant.graph] = self._opener(self.bundle / variant.graph, spec, self._engine_config)
         return self._engines[variant.graph], variant.invariance.least_width if self.mode == "exact" else 1
 
     def _scheduler(self, requests: int) -> Scheduler:
@@ -197,17 +188,29 @@ class LLM:
 
     def _draft_model(self, record: ModelDrafter, engine: Engine, width: int, rows: int) -> Drafter:
         model = CachedModel(engine, max_rows=rows, min_width=width)
-        count = self._count(drafters.MODEL_TOKENS)
-        return DraftModel(model, count, self.spec.vocab_size, record.shared_vocab)
+        default = drafters.TREE_TOKENS if self.speculative.branches else drafters.MODEL_TOKENS
+        shape = self.speculative.shape(self._at_most(default))
+        greedy = self.speculative.draft_sample_method == "greedy"
+        return DraftModel(model, shape, self.spec.vocab_size, record.shared_vocab, deterministic=greedy)
 
     def _ngram(self, rows: int) -> Drafter:
         config = self.speculative
-        count = self._count(drafters.NGRAM_TOKENS)
-        return NgramDrafter(count, config.prompt_lookup_min, config.prompt_lookup_max, always=self._width > 1)
+        count = config.num_speculative_tokens or self._at_most(drafters.NGRAM_TOKENS)
+        return NgramDrafter(
+            count,
+            config.prompt_lookup_min,
+            config.prompt_lookup_max,
+            always=self._width > 1,
+            branching=config.branches,
+        )
 
-    def _count(self, default: int) -> int:
-        """Draft tokens a round: as configured, or the method's default within the bundle's limit."""
-        return self.speculative.num_speculative_tokens or min(default, self.manifest.limits.max_tree - 1)
+    def _at_most(self, default: int) -> int:
+        return min(default, self.manifest.limits.max_tree - 1)
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        tokenizer = self.bundle / "tokenizer.json"
+        return GrammarCompiler(tokenizer, self.spec.vocab_size, self.manifest.tokenizer.eos_token_ids)
 
     def _row(self, prompt: Prompt, params: SamplingParams) -> Row:
         """Check a prompt and make it a row."""
@@ -225,8 +228,17 @@ class LLM:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens; with a context of {limit}, at most {limit - 1} fit"
             )
-        eos = frozenset(self.manifest.tokenizer.eos_token_ids)
-        return Row(tuple(tokens), params, self.text.stream(params.stop), eos, limit)
+        structured = params.structured_outputs
+        return Row(
+            tuple(tokens),
+            params,
+            self.text.stream(params.stop),
+            frozenset(self.manifest.tokenizer.eos_token_ids),
+            limit,
+            bad_words=self.text.bad_words(params.bad_words),
+            grammar=self._grammars.matcher(structured) if structured else None,
+            watch=self.watch,
+        )
 
 
 def _pick(model: Model, name: str | None = None) -> Variant:

@@ -4,18 +4,19 @@ A row's `tokens` are prompt and answer; the last one is pending (emitted, not in
 decides where an accepted block is cut (end token, stop string, length); it does not know how the block came to be.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
 from specdec.engines.contract import FloatArray
-from specdec.runtime import sampling
-from specdec.runtime.accept import RandomDice
-from specdec.runtime.sampling import Logprob, SamplingParams
+from specdec.runtime.chance import PositionNoise, RandomDice, draw_without_replacement
+from specdec.runtime.params import Acceptance, SamplingParams, is_lossless
+from specdec.runtime.sampling import Grammar, LogitsPipeline, Logprob
 from specdec.runtime.text import TextStream
 
 FinishReason = Literal["stop", "length"]
+Watch = Callable[[Sequence[int], FloatArray], None]  # (all tokens before an emitted one, logits [V] it was chosen from)
 
 
 @dataclass(slots=True)
@@ -24,7 +25,8 @@ class Stats:
 
     `rounds`: target passes after the prompt. `bonus_tokens`: those that the target added itself, at most one a round.
     Times are milliseconds of wall clock. `ttft_ms` runs from submission to the first token. Rounds split into target
-    engine, drafting, and host (packing, sampling, acceptance, text); rows of a batch share them.
+    engine, drafting, and host (packing, sampling, acceptance, text); rows of a batch share them. `acceptance` is the
+    rule that verified sampled drafts, `lossless` whether it keeps the target's distribution.
     """
 
     prompt_tokens: int = 0
@@ -38,6 +40,12 @@ class Stats:
     target_ms: float = 0.0
     draft_ms: float = 0.0
     host_ms: float = 0.0
+    acceptance: Acceptance = "block"
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the text is distributed as the target's own."""
+        return is_lossless(self.acceptance)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -55,11 +63,11 @@ class Stats:
         seconds = (self.target_ms + self.draft_ms + self.host_ms) / 1000
         return self.new_tokens / seconds if seconds > 0 else 0.0
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, float | str]:
         """Return the figures under the names of the command line's JSON."""
         names = ("prompt_tokens", "new_tokens", "rounds", "draft_tokens_proposed", "draft_tokens_accepted",
                  "bonus_tokens", "mean_accepted_length", "acceptance_rate", "ttft_ms", "tokens_per_second",
-                 "prefill_ms", "target_ms", "draft_ms", "host_ms")  # fmt: skip
+                 "prefill_ms", "target_ms", "draft_ms", "host_ms", "acceptance", "lossless")  # fmt: skip
         return {name: round(value, 4) if isinstance(value := getattr(self, name), float) else value for name in names}
 
 
@@ -77,24 +85,37 @@ class RequestOutput:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A running request."""
+    """A running request. `bad_words`: those of `params`, as token ids. `watch` is called for every emitted token."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     stream: TextStream
     eos_token_ids: frozenset[int]
     max_length: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
+    watch: Watch | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stats: Stats = field(default_factory=Stats)
+    pipeline: LogitsPipeline = field(init=False)
     dice: RandomDice = field(init=False)
+    noise: PositionNoise | None = field(init=False)
     _started: float = field(default_factory=perf_counter)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.pipeline = LogitsPipeline(
+            self.params,
+            len(self.prompt),
+            eos_token_ids=self.eos_token_ids,
+            bad_words=self.bad_words,
+            grammar=self.grammar,
+        )
         self.dice = RandomDice(self.params.seed)
-        self.stats.prompt_tokens = len(self.prompt)
+        self.noise = PositionNoise(self.params.seed) if self.params.acceptance == "coupled" else None
+        self.stats.prompt_tokens, self.stats.acceptance = len(self.prompt), self.params.acceptance
 
     @property
     def pending(self) -> int:
@@ -106,14 +127,28 @@ class Row:
         """Tokens that may still be emitted, by the request's limit and the end of the context."""
         return min(self.params.max_new_tokens - self.stats.new_tokens, self.max_length - len(self.tokens))
 
+    def draw(self, q: FloatArray, count: int, position: int) -> list[int]:
+        """Draw up to `count` different tokens from q [V], without replacement, for `position` of the text."""
+        if self.noise is not None:
+            return self.noise.ranking(q, position, count)
+        return draw_without_replacement(q, count, self.dice)
+
+    def permitted(self, draft: list[int]) -> list[int]:
+        """The beginning of a deterministic `draft` that the request's grammar allows."""
+        if self.grammar is None:
+            return draft
+        return draft[: self.grammar.valid_prefix(self.tokens[len(self.prompt) :], draft)]
+
     def emit(self, block: Sequence[int], logits: FloatArray) -> None:
         """Append a round's tokens until one of them ends the request; what comes after it is dropped.
 
         block: accepted draft tokens and the target's own; logits [len(block), V] are those they were chosen from.
         """
         for index, token in enumerate(block):
+            if self.watch is not None:
+                self.watch(self.tokens, logits[index])
             if self.params.logprobs is not None:
-                self.logprobs.append(sampling.logprob(logits[index], self.tokens, self.params, token))
+                self.logprobs.append(self.pipeline.logprob(logits[index], self.tokens, token))
             self.tokens.append(token)
             self.stats.new_tokens += 1
             if index < len(block) - 1:

@@ -1,78 +1,35 @@
-"""One logits pipeline: logits and history in, a distribution out. Pure.
+"""One logits pipeline: logits and history in, a distribution out.
 
-The target's p, the draft's q, the residual, the bonus token and the log-probabilities all come from here. Terms apply
-in the order of transformers' processors: logit bias, repetition penalty, temperature, top-k, top-p, min-p. This module
-knows one position at a time: nothing of drafts, trees or caches, except that a position's history includes the draft
-tokens before it.
+The target's p, the draft's q, the residual, the bonus token and the log-probabilities all come from here. Every term
+depends on the history of its own position, earlier draft tokens included, and on nothing else. Terms apply in the order
+of transformers' processors: logit bias, repetition penalty, (frequency and presence penalties, which transformers does
+not have), bad words, minimum length, allowed tokens, grammar; then temperature, top-k, top-p, min-p. This module knows
+one position at a time: nothing of drafts, trees or caches.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from numbers import Integral, Real
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from specdec.engines.contract import FloatArray, IntArray
-from specdec.engines.errors import RequestError
+from specdec.engines.contract import BoolArray, FloatArray, IntArray
+from specdec.engines.errors import DeadEndError
+from specdec.runtime.params import SamplingParams
 
-_TYPES: dict[str, Any] = {
-    "max_new_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real, "min_p": Real,
-    "repetition_penalty": Real, "seed": Integral | None, "logprobs": Integral | None,
-}  # fmt: skip
 _NUCLEUS = 1024  # candidates that are sorted first for top-p; all of them only when these do not reach it
+_MINUS_INFINITY = np.float32(-np.inf)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """What a request asks for. Invalid values raise `RequestError`.
+class Grammar(Protocol):
+    """What structured output asks of the next token."""
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 (Keskar et al.,
-    arXiv:1909.05858) are off. `logit_bias` adds to the logits of token ids. `stop` strings end the text before them.
-    `logprobs` n returns each token's log-probability and the n most probable ones'. `seed` None draws a fresh one.
-    """
+    def allowed(self, generated: Sequence[int]) -> BoolArray:
+        """Tokens [V] that may follow `generated`, the answer so far."""
+        ...
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        for name, kind in _TYPES.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                wanted = "a number" if kind is Real else "a whole number"
-                raise RequestError(f"{name} must be {wanted}, not {value!r}")
-        checks = (
-            (self.max_new_tokens >= 1, "max_new_tokens", "at least 1"),
-            (np.isfinite(self.temperature) and self.temperature >= 0, "temperature", "0 (greedy) or more"),
-            (self.top_k >= 0, "top_k", "0 (off) or more"),
-            (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
-            (0 <= self.min_p <= 1, "min_p", "between 0 and 1"),
-            (1e-6 <= self.repetition_penalty <= 1e6, "repetition_penalty", "between 1e-6 and 1e6"),
-            (all(abs(bias) <= 1e6 for bias in self.logit_bias.values()), "logit_bias", "between -1e6 and 1e6"),
-            (self.seed is None or self.seed >= 0, "seed", "0 or more"),
-            (isinstance(self.stop, tuple) and all(self.stop), "stop", "a tuple of strings that are not empty"),
-            (self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more"),
-        )
-        for valid, name, rule in checks:
-            if not valid:
-                raise RequestError(f"{name} must be {rule}, not {getattr(self, name)!r}")
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `RequestError` when a token id or count exceeds the model's vocabulary."""
-        for token in self.logit_bias:
-            if not 0 <= token < vocab_size:
-                raise RequestError(f"logit_bias names token {token}, outside the vocabulary of {vocab_size}")
-        if self.logprobs is not None and self.logprobs > vocab_size:
-            raise RequestError(f"logprobs {self.logprobs} exceeds the vocabulary of {vocab_size}")
+    def valid_prefix(self, generated: Sequence[int], draft: Sequence[int]) -> int:
+        """How many leading tokens of `draft` may follow `generated`."""
+        ...
 
 
 class Logprob(NamedTuple):
@@ -83,21 +40,112 @@ class Logprob(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-def scores(logits: FloatArray, history: Sequence[int], params: SamplingParams) -> FloatArray:
-    """Apply logit bias and repetition penalty: what greedy decoding takes the argmax of.
+class LogitsPipeline:
+    """The terms of one request; a pure function of (logits, history).
 
-    logits [V] (not changed), history: every token before this position, drafts included. Returns float32 [V].
+    `prompt_length`: tokens of the history that the request did not generate. `bad_words`: the request's, as token ids.
+    Histories are all tokens before the position, prompt included.
     """
-    if not params.logit_bias and params.repetition_penalty == 1.0:
-        return logits.astype(np.float32, copy=False)
-    out = logits.astype(np.float32)  # a copy
-    for token, bias in params.logit_bias.items():
-        out[token] += np.float32(bias)
-    if params.repetition_penalty != 1.0 and len(history):
-        seen = np.unique(np.asarray(history, np.int64))
-        penalty = np.float32(params.repetition_penalty)
-        out[seen] = np.where(out[seen] < 0, out[seen] * penalty, out[seen] / penalty)
-    return out
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_length: int,
+        *,
+        eos_token_ids: Collection[int] = (),
+        bad_words: Sequence[tuple[int, ...]] = (),
+        grammar: Grammar | None = None,
+    ) -> None:
+        self.params = params
+        self._prompt_length = prompt_length
+        self._eos = list(eos_token_ids)
+        self._bad_words = bad_words
+        self._grammar = grammar
+        self._allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
+        self._idle = not (
+            params.logit_bias or bad_words or params.allowed_token_ids or grammar or params.min_new_tokens
+            or params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        )  # fmt: skip
+
+    def scores(self, logits: FloatArray, history: Sequence[int]) -> FloatArray:
+        """Apply every term that greedy decoding knows: what it takes the argmax of.
+
+        logits [V] (not changed). Returns float32 [V]; forbidden tokens have -inf. Raises `DeadEndError`.
+        """
+        if self._idle:
+            return logits.astype(np.float32, copy=False)
+        out = logits.astype(np.float32)  # a copy
+        for token, bias in self.params.logit_bias.items():
+            out[token] += np.float32(bias)
+        self._penalize(out, history)
+        for *before, last in self._bad_words:
+            if not before or list(history[-len(before) :]) == before:
+                out[last] = _MINUS_INFINITY
+        generated = len(history) - self._prompt_length
+        if generated < self.params.min_new_tokens:
+            out[self._eos] = _MINUS_INFINITY
+        if self._allowed is not None:
+            kept = np.full_like(out, _MINUS_INFINITY)
+            kept[self._allowed] = out[self._allowed]
+            out = kept
+        if self._grammar is not None:
+            out[~self._grammar.allowed(history[self._prompt_length :])] = _MINUS_INFINITY
+        if out.max() == _MINUS_INFINITY:
+            raise DeadEndError(
+                f"no token is possible after {generated} generated ones: bad_words, min_new_tokens, allowed_token_ids "
+                "and structured_outputs exclude all of them together; relax one"
+            )
+        return out
+
+    def best(self, logits: FloatArray, history: Sequence[int]) -> int:
+        """The greedy token: the first argmax of `scores`."""
+        return int(self.scores(logits, history).argmax())
+
+    def probabilities(self, logits: FloatArray, history: Sequence[int]) -> FloatArray:
+        """Return the distribution that the request samples from at one position: float64 [V], sums to 1.
+
+        At temperature 0 it is one-hot at the (first) argmax.
+        """
+        params, values = self.params, self.scores(logits, history)
+        if params.temperature == 0:
+            return _scatter(np.ones(1), np.array([values.argmax()]), len(values))
+        size, ids = len(values), None
+        if 0 < params.top_k < size:
+            kth = np.partition(values, -params.top_k)[-params.top_k]
+            ids = np.flatnonzero(values >= kth)
+            values = values[ids]
+        # in float32 like the logits; the floor keeps the largest differences finite
+        p = softmax(values / np.float32(max(params.temperature, 1e-6)))
+        if params.top_p < 1:
+            p = _keep(p, _nucleus(p, params.top_p))
+        if params.min_p > 0:
+            p = _keep(p, np.flatnonzero(p >= params.min_p * p.max()))
+        return p if ids is None else _scatter(p, ids, size)
+
+    def logprob(self, logits: FloatArray, history: Sequence[int], token: int) -> Logprob:
+        """Return the log-probability of `token` at one position and the `params.logprobs` most probable tokens.
+
+        They are those of the distribution that was sampled from; for a greedy request, whose own distribution is
+        one-hot, those at temperature 1 without filters.
+        """
+        greedy = self.params.temperature == 0
+        p = softmax(self.scores(logits, history)) if greedy else self.probabilities(logits, history)
+        top = most_probable(p, self.params.logprobs or 0)
+        with np.errstate(divide="ignore"):
+            return Logprob(token, float(np.log(p[token])), tuple((int(i), float(np.log(p[i]))) for i in top))
+
+    def _penalize(self, out: FloatArray, history: Sequence[int]) -> None:
+        """Apply the penalties of repetition, frequency and presence to `out` [V]."""
+        params = self.params
+        if params.repetition_penalty != 1 and len(history):
+            seen = np.unique(np.asarray(history, np.int64))
+            penalty = np.float32(params.repetition_penalty)
+            out[seen] = np.where(out[seen] < 0, out[seen] * penalty, out[seen] / penalty)
+        generated = history[self._prompt_length :]
+        if (params.presence_penalty or params.frequency_penalty) and len(generated):
+            seen, counts = np.unique(np.asarray(generated, np.int64), return_counts=True)
+            out[seen] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+            out[seen] -= np.float32(params.presence_penalty)
 
 
 def softmax(values: FloatArray) -> FloatArray:
@@ -106,43 +154,9 @@ def softmax(values: FloatArray) -> FloatArray:
     return powers / powers.sum()  # type: ignore[no-any-return]
 
 
-def probabilities(logits: FloatArray, history: Sequence[int], params: SamplingParams) -> FloatArray:
-    """Return the distribution that the request samples from at one position: float64 [V], sums to 1.
-
-    At temperature 0 it is one-hot at the (first) argmax.
-    """
-    values = scores(logits, history, params)
-    if params.temperature == 0:
-        one_hot = np.zeros(len(values))
-        one_hot[values.argmax()] = 1.0
-        return one_hot
-    values = values / np.float32(max(params.temperature, 1e-6))
-    if 0 < params.top_k < len(values):
-        kth = np.partition(values, -params.top_k)[-params.top_k]
-        values = np.where(values < kth, -np.inf, values)
-    p = softmax(values)
-    if params.top_p < 1:
-        p = _keep(p, _nucleus(p, params.top_p))
-    if params.min_p > 0:
-        p = _keep(p, np.flatnonzero(p >= params.min_p * p.max()))
-    return p
-
-
-def logprob(logits: FloatArray, history: Sequence[int], params: SamplingParams, token: int) -> Logprob:
-    """Return the log-probability of `token` at one position and the `params.logprobs` most probable tokens.
-
-    They are those of the distribution that was sampled from; for a greedy request, whose own distribution is one-hot,
-    those at temperature 1 without filters.
-    """
-    greedy = params.temperature == 0
-    p = softmax(scores(logits, history, params)) if greedy else probabilities(logits, history, params)
-    top = most_probable(p, params.logprobs or 0)
-    with np.errstate(divide="ignore"):
-        return Logprob(token, float(np.log(p[token])), tuple((int(i), float(np.log(p[i]))) for i in top))
-
-
 def most_probable(p: FloatArray, count: int) -> IntArray:
     """Ids of the `count` largest entries of p [V], descending; ties by id."""
+    count = min(count, len(p))
     if count <= 0:
         return np.empty(0, np.int64)
     kth = np.partition(p, -count)[-count]
@@ -163,6 +177,10 @@ def _nucleus(p: FloatArray, top_p: float) -> IntArray:
 
 def _keep(p: FloatArray, ids: IntArray) -> FloatArray:
     """Return p restricted to `ids` and renormalized."""
-    out = np.zeros_like(p)
-    out[ids] = p[ids]
-    return out / out.sum()  # type: ignore[no-any-return]
+    return _scatter(p[ids] / p[ids].sum(), ids, len(p))
+
+
+def _scatter(p: FloatArray, ids: IntArray, size: int) -> FloatArray:
+    out = np.zeros(size)
+    out[ids] = p
+    return out

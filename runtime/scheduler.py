@@ -6,11 +6,11 @@ knows no engine, no tokenizer and no file.
 """
 
 from collections import deque
+from functools import cache
 from time import perf_counter
 
 from specdec.engines.contract import FloatArray
-from specdec.runtime import sampling
-from specdec.runtime.accept import Accepted, accept_chain, accept_greedy
+from specdec.runtime.accept import Accepted, accept_block, accept_matching, accept_tokens, accept_typical
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.kv import CachedModel
 from specdec.runtime.request import Row
@@ -43,16 +43,16 @@ class Scheduler:
         drafted, engine_before = perf_counter(), self._target.seconds
         logits = self._target.step([tree.verify(row.pending) for row, tree in zip(rows, trees, strict=True)])
         for index, (row, tree, scored) in enumerate(zip(rows, trees, logits, strict=True)):
-            scored = scored[:, : self._target.engine.spec.vocab_size]  # the rest is padding of the checkpoint
-            accepted = accept(row, tree, scored)
-            self._target.commit(index, 1 + accepted.kept)  # the pending token and the draft tokens that were kept
+            path, token = accept(row, tree, scored)
+            kept = (0, *(1 + node for node in path))  # the pending token and the draft tokens that were kept
+            self._target.commit(index, kept)
             row.stats.rounds += 1
             row.stats.draft_tokens_proposed += len(tree)
-            row.emit((*tree.tokens[: accepted.kept], accepted.token), scored)
+            row.emit((*(tree.tokens[node] for node in path), token), scored[list(kept)])
             if not row.finish_reason:
                 assert self._target.lens[index] == len(row.tokens) - 1, "the cache holds all but the pending token"
                 if self._drafter:
-                    self._drafter.commit(index, row, accepted.kept)
+                    self._drafter.commit(index, row, path)
         self._release_finished()
         draft, target = drafted - started, self._target.seconds - engine_before
         host = perf_counter() - started - draft - target
@@ -91,22 +91,30 @@ class Scheduler:
 
 
 def accept(row: Row, tree: TokenTree, logits: FloatArray) -> Accepted:
-    """Decide how much of a chain is kept and what follows it, by the request's own pipeline.
+    """Decide which path of `tree` is kept and what follows it, by the request's own pipeline and rule.
 
-    logits [1 + len(tree), V]: after the pending token and after every node.
+    logits [1 + len(tree), V]: after the pending token and after every node. On a tree that branches, or that holds
+    deterministic tokens, the rule `block` is the rule `token`.
     """
-    if not tree.is_chain:
-        raise ValueError("only chains can be accepted")
 
-    def history(depth: int) -> list[int]:
-        return row.tokens + list(tree.tokens[:depth])
+    @cache
+    def p(node: int) -> FloatArray:
+        return row.pipeline.probabilities(logits[node + 1], row.tokens + tree.text(node))
 
-    def best(depth: int) -> int:
-        return int(sampling.scores(logits[depth], history(depth), row.params).argmax())
+    def best(node: int) -> int:
+        return row.pipeline.best(logits[node + 1], row.tokens + tree.text(node))
 
-    def p(depth: int) -> FloatArray:
-        return sampling.probabilities(logits[depth], history(depth), row.params)
+    def coupled(node: int) -> int:
+        history = row.tokens + tree.text(node)
+        return row.draw(row.pipeline.probabilities(logits[node + 1], history), 1, len(history))[0]
 
+    rule = row.params.acceptance
     if row.params.temperature == 0:
-        return accept_greedy(tree.tokens, best)
-    return accept_chain(tree.tokens, p, tree.q, row.dice)
+        return accept_matching(tree, best)
+    if rule == "coupled":
+        return accept_matching(tree, coupled)
+    if rule == "lossy-typical":
+        return accept_typical(tree, p, row.dice)
+    if rule == "block" and tree.is_chain and tree.is_sampled:
+        return accept_block(tree, p, row.dice)
+    return accept_tokens(tree, p, row.dice)

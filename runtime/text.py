@@ -45,6 +45,17 @@ class TextCodec:
         """Token ids of `text`; `special` adds what the tokenizer adds around a text (such as a begin token)."""
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
+    def bad_words(self, words: Sequence[str | tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of `words`: a text is written as at the start of a line, and as after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            texts = (word, " " + word.lstrip(" ")) if isinstance(word, str) else ()
+            for sequence in (tuple(self.encode(text, special=False)) for text in texts):
+                found[sequence] = None
+            if not isinstance(word, str):
+                found[word] = None
+        return tuple(found)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)

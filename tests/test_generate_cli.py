@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ PROMPT = "one, two, three; one, two,"
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    bundle = str(shared_bundle())
+    capsys.readouterr()  # of the export, where this is the first test that needs the bundle
     try:
-        code = main([str(shared_bundle()), *arguments])
+        code = main([bundle, *arguments])
     except SystemExit as exc:
         code = int(exc.code or 0)
     captured = capsys.readouterr()
@@ -41,7 +44,7 @@ def test_json_holds_text_tokens_reason_and_figures(capsys: pytest.CaptureFixture
     assert list(report["stats"]) == [
         "prompt_tokens", "new_tokens", "rounds", "draft_tokens_proposed", "draft_tokens_accepted", "bonus_tokens",
         "mean_accepted_length", "acceptance_rate", "ttft_ms", "tokens_per_second", "prefill_ms", "target_ms",
-        "draft_ms", "host_ms",
+        "draft_ms", "host_ms", "acceptance", "lossless",
     ]  # fmt: skip
     assert report["stats"]["new_tokens"] == len(report["token_ids"]) == 20
 
@@ -86,11 +89,51 @@ def test_sampling_options_reach_the_sampler(capsys: pytest.CaptureFixture[str]) 
     assert run(capsys, "-p", PROMPT, "--raw", "--seed", "5", *options)[1] == text + "\n"
 
 
+def test_structured_output(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "answer.lark"
+    schema.write_text('{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}')
+    grammar.write_text('start: "yes" | "no"')
+    ask = ("-p", PROMPT, "--temperature", "1", "--seed", "3", "--max-new-tokens", "40")
+    assert json.loads(run(capsys, *ask, "--json-schema", str(schema))[1])["a"] in (1, 2)
+    assert run(capsys, *ask, "--grammar", str(grammar))[1] in ("yes\n", "no\n")
+    assert re.fullmatch("[ab]{3}\n", run(capsys, *ask, "--regex", "[ab]{3}")[1])
+
+
+def test_a_coupled_seed_gives_the_same_text_however_it_is_drafted(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ("-p", PROMPT, "--temperature", "1", "--seed", "3", "--max-new-tokens", "20", "--acceptance", "coupled")
+    ways = [["--no-speculation"], ["--method", "ngram"], ["--method", "model", "--num-speculative-tokens", "2"]]
+    texts = {run(capsys, *ask, *way)[1] for way in [*ways, ["--method", "model", "--tree", "dynamic"]]}
+    assert len(texts) == 1
+
+
+def test_lossy_acceptance_is_named_lossy(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ("-p", PROMPT, "--temperature", "1", "--max-new-tokens", "5", "--acceptance", "lossy-typical")
+    code, out, err = run(capsys, *ask, "--json")
+    stats = json.loads(out)["stats"]
+    assert (code, stats["acceptance"], stats["lossless"]) == (0, "lossy-typical", False)
+    assert err == "specdec-generate: note: lossy-typical is lossy: this is not the target's own distribution\n"
+    assert run(capsys, "-p", PROMPT, "--max-new-tokens", "5")[2] == ""
+
+
+def test_terms_reach_the_sampler(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--presence-penalty", "2", "--frequency-penalty", "1", "--min-new-tokens", "15", "--bad-word", "the")
+    with LLM(shared_bundle()) as llm:
+        terms = {"presence_penalty": 2, "frequency_penalty": 1, "min_new_tokens": 15, "bad_words": ("the",)}
+        text = llm.generate(PROMPT, SamplingParams(max_new_tokens=20, **terms))[0].text
+        assert text != llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].text
+    assert run(capsys, "-p", PROMPT, "--raw", "--max-new-tokens", "20", *options)[1] == text + "\n"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--json-schema", "no-such-file"], "no-such-file cannot be read"),
+        (["--regex", "(", "--temperature", "1"], "structured outputs: "),
+        (["--regex", "a", "--grammar", "b"], "not allowed with argument"),
+        (["--acceptance", "typical"], "invalid choice: 'typical'"),
+        (["--min-new-tokens", "200"], "min_new_tokens must be at most max_new_tokens (128), not 200"),
         (["--temperature", "-1"], "temperature must be 0 (greedy) or more, not -1.0"),
-        (["--top-p", "2"], "top_p must be above 0 and at most 1, not 2.0"),
+        (["--top-p", "2"], "top_p must be between 0 (the most probable token) and 1 (off), not 2.0"),
         (["--max-new-tokens", "x"], "argument --max-new-tokens: invalid int value: 'x'"),
         (["--num-speculative-tokens", "0"], "num_speculative_tokens must be at least 1"),
         (["--method", "eagle"], "no drafter 'eagle'"),

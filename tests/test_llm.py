@@ -11,10 +11,10 @@ import pytest
 
 import specdec.runtime as api
 from specdec.engines.errors import BundleError, RequestError
-from specdec.runtime import LLM, EngineConfig, SamplingParams, SpeculativeConfig, kv
+from specdec.runtime import LLM, EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutputsParams, kv
 from specdec.runtime.llm import Mode
 from support.bundles import LOGITS_SIZE, MAX_LENGTH, TOKENIZER_SIZE, shared_bundle
-from support.trace import recorded_logits
+from support.trace import recorded_arrays, recorded_logits
 
 PROMPTS = [
     "the quick brown fox",
@@ -251,6 +251,11 @@ def test_one_invalid_prompt_refuses_the_batch(plain: LLM) -> None:
     ("options", "message"),
     [
         ({"speculative": SpeculativeConfig(method="eagle")}, "no drafter 'eagle': choose one of auto, ngram, model"),
+        (
+            {"speculative": SpeculativeConfig(method="model", tree=[[rank] for rank in range(64)])},
+            "64 is more than this bundle's 63",
+        ),
+        ({"speculative": SpeculativeConfig(method="ngram", tree=[[0], [1]])}, "with ngram use tree='dynamic'"),
         ({"speculative": SpeculativeConfig(num_speculative_tokens=64)}, "64 is more than this bundle's 63"),
         ({"variant": "int3"}, "no variant 'int3': choose one of fp32"),
     ],
@@ -264,6 +269,11 @@ def test_options_that_the_bundle_lacks_are_named(options: dict, message: str) ->
     ("options", "message"),
     [
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1"),
+        ({"tree": "wide"}, "tree must be chain, dynamic or a list of paths, not 'wide'"),
+        ({"tree": [[0], [1, 0]]}, r"the tree has the path \[1, 0\] without its parent"),
+        ({"tree": [[1]]}, r"the path \[1\] without its parent or a sibling of lower rank"),
+        ({"tree": [[0]], "num_speculative_tokens": 3}, "both size the tree: give one"),
+        ({"draft_sample_method": "beam"}, "draft_sample_method must be probabilistic or greedy, not 'beam'"),
         ({"prompt_lookup_min": 0}, "must be at least 1 and in order, not 0 and 4"),
         ({"prompt_lookup_min": 5}, "in order, not 5 and 4"),
     ],
@@ -344,8 +354,91 @@ def test_exact_is_refused_where_the_gate_failed(broken: Path) -> None:
         LLM(broken, mode="exact")
 
 
+TREES = [("model", "dynamic"), ("ngram", "dynamic"), ("model", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])]
+
+
+@pytest.mark.parametrize(("method", "tree"), TREES, ids=["dynamic", "ngram", "static"])
+def test_trees_give_the_targets_text_and_nearly_its_logits(plain: LLM, method: str, tree: object) -> None:
+    """Lossless in law: a branch that is moved together in the cache has other last bits, and no others."""
+    llm = LLM(shared_bundle(), speculative=SpeculativeConfig(method=method, tree=tree))
+    assert llm.mode == "fast"
+    with recorded_arrays() as expected:
+        texts = [plain.generate(prompt, params())[0].token_ids for prompt in PROMPTS]
+    with recorded_arrays() as got:
+        outputs = llm.generate(PROMPTS, params())
+    assert [output.token_ids for output in outputs] == texts
+    assert got.keys() == expected.keys()
+    assert max(float(np.abs(got[text] - expected[text]).max()) for text in got) < 1e-4
+    assert sum(output.stats.draft_tokens_accepted for output in outputs) > 0
+
+
+def test_trees_are_refused_where_bits_are_promised() -> None:
+    with pytest.raises(RequestError, match="trees that branch are lossless in law, not in bits"):
+        LLM(shared_bundle(), speculative=SpeculativeConfig(method="model", tree="dynamic"), mode="exact")
+    chain = SpeculativeConfig(method="model", tree=[[0], [0, 0]])
+    assert LLM(shared_bundle(), speculative=chain, mode="exact").mode == "exact"
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_a_coupled_seed_gives_one_text_and_one_set_of_logprobs(temperature: float) -> None:
+    """Plain, two drafters, three draft lengths, alone and in a batch: tokens, logits and log-probabilities."""
+    options = params(temperature=temperature, seed=11, acceptance="coupled", top_p=0.95, logprobs=3)
+    configs = [SpeculativeConfig(method=None)]
+    configs += [
+        SpeculativeConfig(method=method, num_speculative_tokens=n) for method in ("ngram", "model") for n in (1, 3, 6)
+    ]
+    answers, bits = [], []
+    for config in configs:
+        with LLM(shared_bundle(), speculative=config) as llm:
+            for batch in ([[prompt] for prompt in PROMPTS], [PROMPTS]):
+                with recorded_logits() as seen:
+                    outputs = [output for prompts in batch for output in llm.generate(prompts, options)]
+                answers.append([(output.token_ids, output.logprobs) for output in outputs])
+                bits.append(seen)
+    assert all(answer == answers[0] for answer in answers)
+    assert all(seen == bits[0] for seen in bits)
+    assert len({tokens for tokens, _ in answers[0]}) == len(PROMPTS)
+
+
+def test_structured_output_with_every_method(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}, "ok": {"type": "boolean"}},
+              "required": ["n", "ok"], "additionalProperties": False}  # fmt: skip
+    options = SamplingParams(
+        max_new_tokens=60, temperature=1.0, seed=1, structured_outputs=StructuredOutputsParams(json=schema)
+    )
+    for output in llm.generate(PROMPTS, options):
+        answer = json.loads(output.text)
+        assert list(answer) == ["n", "ok"]
+        assert isinstance(answer["ok"], bool)
+        assert answer["n"] <= 99
+        assert output.finish_reason == "stop"
+
+
+def test_structured_output_is_the_same_greedy_text_with_and_without_drafts(llm: LLM, plain: LLM) -> None:
+    options = SamplingParams(max_new_tokens=60, structured_outputs=StructuredOutputsParams(regex="([a-c]+ ){8}end"))
+    got, expected = llm.generate(PROMPTS, options), plain.generate(PROMPTS, options)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+
+
+def test_bad_words_are_not_said(llm: LLM) -> None:
+    """ " fox" is what the bias asks for, in one token or several."""
+    biased = dict.fromkeys(llm.text.encode(" fox", special=False), 30.0)
+    assert " fox" in llm.generate(PROMPTS[0], params(logit_bias=biased, frequency_penalty=1.0))[0].text
+    banned = llm.generate(PROMPTS[0], params(logit_bias=biased, frequency_penalty=1.0, bad_words=("fox",)))[0]
+    assert " fox" not in banned.text
+
+
+def test_the_watcher_sees_every_emitted_token(plain: LLM) -> None:
+    seen: list[tuple[int, int]] = []
+    llm = LLM(shared_bundle(), watch=lambda before, logits: seen.append((len(before), int(logits.argmax()))))
+    output = llm.generate(PROMPTS[0], params())[0]
+    start = len(output.prompt_token_ids)
+    assert seen == [(start + i, token) for i, token in enumerate(output.token_ids)]
+
+
 def test_the_public_names_are_these() -> None:
-    names = ["LLM", "Delta", "EngineConfig", "Logprob", "RequestOutput", "SamplingParams", "SpeculativeConfig", "Stats"]
+    names = ["LLM", "Delta", "EngineConfig", "Logprob", "RequestOutput", "SamplingParams", "SpeculativeConfig", "Stats",
+             "StructuredOutputsParams"]  # fmt: skip
     assert sorted(api.__all__) == sorted(names)
     assert [name for name in vars(LLM) if not name.startswith("_")] == [
         "spec", "generate", "stream", "chat_prompt", "close",

@@ -1,40 +1,58 @@
 """The round, on an engine that raises when a stale, foreign or padded slot is read."""
 
+import itertools
+
 import numpy as np
 import pytest
 
+from specdec.engines.base import Capabilities
 from specdec.engines.chunk import RowInput
+from specdec.engines.errors import EngineError, RequestError
 from specdec.runtime.drafters.base import Drafter
+from specdec.runtime.drafters.growth import DynamicShape, StaticShape
 from specdec.runtime.drafters.model import ModelDrafter
 from specdec.runtime.drafters.ngram import NgramDrafter
-from specdec.runtime.tree import TokenTree
+from specdec.runtime.sampling import LogitsPipeline
 from support.fake_engine import FakeEngine, FakeKV, fake_spec
 from support.rows import WatchedModel, greedy, make_row, make_scheduler, run
 
 VOCAB = 8
 
 
-def target(**options: object) -> FakeEngine:
-    return FakeEngine(fake_spec(VOCAB), order=2, min_width=2, **options)
+def target(vocab: int = VOCAB, **options: object) -> FakeEngine:
+    return FakeEngine(fake_spec(vocab), order=2, min_width=2, **options)
 
 
-def drafter_of(kind: str, *, num_tokens: int = 3, max_rows: int = 4) -> Drafter | None:
-    if kind == "plain":
+def drafter_of(
+    kind: str, *, num_tokens: int = 3, max_rows: int = 4, vocab: int = VOCAB, sharpness: float = 2.0
+) -> Drafter | None:
+    """`kind`: what drafts, and the form of its trees."""
+    name, _, form = kind.partition(" ")
+    if name == "plain":
         return None
-    if kind == "ngram":
-        return NgramDrafter(num_tokens, 1, 4, always=True)
-    engine = {
-        "self": target(),
-        "other": FakeEngine(fake_spec(VOCAB), seed=7, order=1),
-        "narrow": FakeEngine(fake_spec(5), seed=7, order=1),  # fewer tokens than the target
-        "wide": FakeEngine(fake_spec(VOCAB, logits_size=12), seed=7, order=1),  # logits wider than the vocabulary
-        "short": FakeEngine(fake_spec(VOCAB, max_length=12), order=2),  # a context that ends before the target's
-    }[kind]
-    model = WatchedModel(engine, max_rows=max_rows, min_width=2)
-    return ModelDrafter(model, num_tokens, VOCAB, min(VOCAB, engine.spec.vocab_size))
+    if name == "ngram":
+        return NgramDrafter(num_tokens, 1, 4, always=True, branching=form == "tree")
+    spec, options = {
+        "self": (fake_spec(vocab), {"order": 2}),
+        "other": (fake_spec(vocab), {"seed": 7, "order": 1}),
+        "narrow": (fake_spec(5 * vocab // 8), {"seed": 7, "order": 1}),  # fewer tokens than the target
+        "wide": (fake_spec(vocab, logits_size=vocab + 4), {"seed": 7, "order": 1}),  # logits beyond the vocabulary
+        "short": (fake_spec(vocab, max_length=12), {"order": 2}),  # a context that ends before the target's
+    }[name]
+    model = WatchedModel(FakeEngine(spec, sharpness=sharpness, **options), max_rows=max_rows, min_width=2)
+    shape = {
+        "": StaticShape.chain(num_tokens),
+        "tree": StaticShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]),
+        "stem": StaticShape([[0], [0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 1, 0]]),  # forks late
+        "top": StaticShape([[0], [1], [0, 0], [0, 1]]),
+        "dynamic": DynamicShape(2 * num_tokens),
+    }[form]
+    return ModelDrafter(model, shape, vocab, min(vocab, spec.vocab_size), deterministic=form == "top")
 
 
-KINDS = ["plain", "ngram", "self", "other", "narrow", "wide", "short"]
+TREES = ["ngram tree", "self tree", "other tree", "other stem", "narrow tree", "short stem", "other top",
+         "self dynamic", "other dynamic"]  # fmt: skip
+KINDS = ["plain", "ngram", "self", "other", "narrow", "wide", "short", *TREES]
 PROMPTS = [[1, 2, 3, 1, 2], [5], [7, 7, 7, 7, 7, 7, 7, 0], [4, 3]]
 
 
@@ -137,28 +155,26 @@ def test_a_stop_string_inside_an_accepted_block_ends_the_text(kind: str) -> None
     assert row.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("kind", ["ngram", "self", "other", "narrow"])
-def test_sampled_text_is_distributed_as_the_targets(kind: str) -> None:
+SAMPLED = [
+    *("ngram", "other", "other tree", "other dynamic"),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("self", "narrow", "ngram tree", "other top")),
+]
+
+
+@pytest.mark.parametrize("acceptance", ["block", "token", "coupled"])
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_sampled_text_is_distributed_as_the_targets(kind: str, acceptance: str) -> None:
     """χ² of the first three sampled tokens against the exact joint distribution; draft and target in the loop."""
     from scipy.stats import chisquare
 
-    engine = FakeEngine(fake_spec(4), order=2, sharpness=1.0, min_width=2)
-    params = {"temperature": 0.8, "repetition_penalty": 1.3, "max_new_tokens": 3}
-    draft = {
-        "self": FakeEngine(fake_spec(4), order=2, sharpness=1.0),
-        "other": FakeEngine(fake_spec(4), seed=5, order=2, sharpness=1.0),
-        "narrow": FakeEngine(fake_spec(3), seed=5, order=1, sharpness=1.0),
-    }
+    engine = target(4, sharpness=1.0)
+    params = {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.2, "max_new_tokens": 3}
     expected = joint(engine, [1, 2, 1], 3, **params)
     counts = dict.fromkeys(expected, 0)
-    samples = 4000
+    samples = 2000
     for seed in range(0, samples, 50):
-        if kind == "ngram":
-            drafter: Drafter = NgramDrafter(3, 1, 3, always=True)
-        else:
-            model = WatchedModel(draft[kind], max_rows=50, min_width=2)
-            drafter = ModelDrafter(model, 2, 4, draft[kind].spec.vocab_size)
-        rows = [make_row([1, 2, 1], seed=seed + i, **params) for i in range(50)]
+        drafter = drafter_of(kind, num_tokens=2, max_rows=50, vocab=4, sharpness=1.0)
+        rows = [make_row([1, 2, 1], seed=seed + i, acceptance=acceptance, **params) for i in range(50)]
         for tokens in run(make_scheduler(engine, drafter, max_rows=50), *rows):
             counts[tuple(tokens)] += 1
     observed = np.array([counts[key] for key in expected], float)
@@ -171,29 +187,31 @@ def test_sampled_text_is_distributed_as_the_targets(kind: str) -> None:
 
 def joint(engine: FakeEngine, prompt: list[int], depth: int, **params: float) -> dict[tuple[int, ...], float]:
     """Exact joint distribution of plain sampling."""
-    from specdec.runtime.sampling import SamplingParams, probabilities
+    from specdec.runtime.params import SamplingParams
 
+    pipeline = LogitsPipeline(SamplingParams(**params), len(prompt))
     out: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(depth):
         out = {
             (*block, token): mass * p
             for block, mass in out.items()
-            for token, p in enumerate(
-                probabilities(engine.logits_after([*prompt, *block]), [*prompt, *block], SamplingParams(**params))
-            )
+            for token, p in enumerate(pipeline.probabilities(engine.logits_after([*prompt, *block]), [*prompt, *block]))
         }
     return out
 
 
 def test_logprobs_are_the_same_with_and_without_speculation() -> None:
     def logprobs(kind: str, temperature: float) -> list:
-        row = make_row([1, 2, 3], max_new_tokens=15, logprobs=3, temperature=temperature, seed=3, top_k=5)
+        options = {"temperature": temperature, "seed": 3, "top_k": 5, "acceptance": "coupled"}
+        row = make_row([1, 2, 3], max_new_tokens=15, logprobs=3, **options)
         run(make_scheduler(target(), drafter_of(kind)), row)
         assert [entry.token_id for entry in row.logprobs] == row.tokens[3:]
         return row.logprobs
 
-    assert logprobs("plain", 0.0) == logprobs("ngram", 0.0) == logprobs("self", 0.0) == logprobs("other", 0.0)
-    assert all(entry.logprob <= 0 for entry in logprobs("other", 1.0))
+    for temperature in (0.0, 1.0):
+        expected = logprobs("plain", temperature)
+        assert all(logprobs(kind, temperature) == expected for kind in KINDS)
+        assert all(entry.logprob <= 0 for entry in expected)
 
 
 def test_a_seed_repeats_the_text() -> None:
@@ -212,13 +230,94 @@ def test_logits_wider_than_the_vocabulary_are_never_emitted() -> None:
         assert max(run(make_scheduler(engine, drafter_of("ngram")), row)[0]) < 4
 
 
-def test_branching_trees_are_refused() -> None:
-    class Branching(NgramDrafter):
-        def propose(self, rows, limits):
-            return [TokenTree((1, 2), (-1, -1)) for _ in rows]
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_coupled_seed_gives_one_text_whatever_drafts(temperature: float) -> None:
+    """Every drafter, draft length and form of tree, alone and in a batch."""
 
-    with pytest.raises(ValueError, match="only chains"):
-        run(make_scheduler(target(), Branching(3, 1, 3, always=True)), make_row([1, 2]))
+    def texts(kind: str, num_tokens: int, max_rows: int) -> list[list[int]]:
+        options = {"max_new_tokens": 20, "temperature": temperature, "repetition_penalty": 1.2, "acceptance": "coupled"}
+        rows = [make_row(prompt, seed=i, **options) for i, prompt in enumerate(PROMPTS)]
+        return run(make_scheduler(target(), drafter_of(kind, num_tokens=num_tokens), max_rows=max_rows), *rows)
+
+    expected = texts("plain", 1, 1)
+    assert len({tuple(text) for text in expected}) == len(PROMPTS)
+    for kind in KINDS:
+        for num_tokens in (1, 3, 6):
+            assert texts(kind, num_tokens, 1) == texts(kind, num_tokens, 4) == expected, (kind, num_tokens)
+
+
+def test_a_coupled_draft_of_the_target_itself_is_always_accepted() -> None:
+    row = make_row([1, 2, 3], max_new_tokens=17, temperature=1.0, seed=0, acceptance="coupled")
+    run(make_scheduler(target(), drafter_of("self")), row)
+    assert row.stats.draft_tokens_accepted == row.stats.draft_tokens_proposed == 12
+
+
+def test_trees_accept_more_than_chains_of_the_same_draft() -> None:
+    def accepted(kind: str) -> int:
+        rows = [make_row([1, 2, i % 8], max_new_tokens=30, temperature=1.0, seed=i) for i in range(40)]
+        run(make_scheduler(target(), drafter_of(kind, max_rows=40), max_rows=40), *rows)
+        return sum(row.stats.draft_tokens_accepted for row in rows)
+
+    assert accepted("other tree") > accepted("other") > 0
+    assert accepted("other dynamic") > 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("engine", ["target", "draft"])
+def test_logits_that_are_no_numbers_are_an_error_that_names_the_engine(engine: str, value: float) -> None:
+    class Broken(FakeEngine):
+        def logits_after(self, tokens: list[int]) -> np.ndarray:
+            logits = super().logits_after(tokens)
+            logits[3] = value if len(tokens) > 6 else logits[3]
+            return logits
+
+    good, bad = target(), Broken(fake_spec(VOCAB), order=None, capabilities=Capabilities(device="broken chip"))
+    draft = WatchedModel(bad if engine == "draft" else target(), max_rows=1, min_width=2)
+    drafter = ModelDrafter(draft, StaticShape.chain(2), VOCAB, VOCAB)
+    row = make_row([1, 2, 3], max_new_tokens=20)
+    with pytest.raises(EngineError, match="broken chip returned logits that are not numbers, in row 0 after"):
+        run(make_scheduler(bad if engine == "target" else good, drafter), row)
+    assert len(row.tokens) <= 7
+
+
+def test_a_logit_of_minus_infinity_is_an_impossible_token() -> None:
+    class Partial(FakeEngine):
+        def logits_after(self, tokens: list[int]) -> np.ndarray:
+            logits = super().logits_after(tokens)
+            logits[2:] = -np.inf
+            return logits
+
+    engine = Partial(fake_spec(VOCAB), order=2, min_width=2)
+    for kind in KINDS:
+        row = make_row([5, 2, 3], max_new_tokens=30, temperature=2.0, seed=1)
+        assert set(run(make_scheduler(engine, drafter_of(kind)), row)[0]) <= {0, 1}
+
+
+def test_lossy_acceptance_says_so_in_its_statistics() -> None:
+    row = make_row([1, 2, 3], max_new_tokens=20, temperature=1.0, seed=1, acceptance="lossy-typical")
+    run(make_scheduler(target(), drafter_of("other tree")), row)
+    assert len(row.tokens) == 23
+    assert row.stats.as_dict()["acceptance"] == "lossy-typical"
+    assert row.stats.as_dict()["lossless"] is False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_terms_of_the_request_hold_along_every_draft(kind: str) -> None:
+    """Two-token bad words, allowed ids and a minimum length, with an end token that the model likes."""
+    options = {"min_new_tokens": 9, "max_new_tokens": 25, "temperature": 1.5, "allowed_token_ids": (0, 1, 2, 3, 7)}
+    for seed in range(20):
+        row = make_row([1, 2, 3], eos=(7,), bad_words=((1, 2), (3,)), seed=seed, **options)
+        got = run(make_scheduler(target(), drafter_of(kind)), row)[0]
+        assert len(got) >= 10 or row.finish_reason == "length"
+        assert 7 not in got[:9]
+        assert set(got) <= {0, 1, 2, 7}
+        assert (1, 2) not in itertools.pairwise(got)
+
+
+def test_a_request_that_forbids_everything_is_told_so() -> None:
+    row = make_row([1, 2, 3], allowed_token_ids=(4,), bad_words=((4,),), temperature=1.0)
+    with pytest.raises(RequestError, match="no token is possible after 0 generated ones: bad_words"):
+        run(make_scheduler(target(), drafter_of("other")), row)
 
 
 def cached(max_rows: int = 2) -> WatchedModel:
@@ -232,14 +331,14 @@ def cached(max_rows: int = 2) -> WatchedModel:
 
 def test_committing_padding_is_noticed() -> None:
     model = cached()
-    model.commit(0, 2)
+    model.commit(0, range(2))
     with pytest.raises(AssertionError, match="row 0 attends padding at 4 of 5"):
         model.step([RowInput([6], 1)])
 
 
 def test_committing_what_was_never_written_is_noticed() -> None:
     model = cached()
-    model.commit(0, 3)
+    model.commit(0, range(3))
     with pytest.raises(AssertionError, match="row 0 attends"):
         model.step([RowInput([6], 1)])
 
@@ -248,7 +347,7 @@ def test_committing_what_was_rolled_back_is_noticed() -> None:
     model = cached()
     model.step([RowInput([5, 6, 7], 3)])
     model.step([RowInput([5], 1)])  # 6 and 7 are rolled back
-    model.commit(0, 3)
+    model.commit(0, range(3))
     with pytest.raises(AssertionError, match=r"row 0 attends (padding|a stale slot)"):
         model.step([RowInput([6], 1)])
 

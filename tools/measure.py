@@ -23,8 +23,9 @@ from specdec.engines.chunk import RowInput, pack
 from specdec.engines.command import CommandParser, run_command
 from specdec.engines.manifest import read_manifest
 from specdec.engines.registry import EngineConfig, open_engine
-from specdec.runtime.llm import LLM, Mode, SpeculativeConfig
-from specdec.runtime.sampling import SamplingParams
+from specdec.runtime.config import SpeculativeConfig
+from specdec.runtime.llm import LLM, Mode
+from specdec.runtime.params import SamplingParams
 from specdec.tools.figures import FAST, GENAI, PLAIN, Run, align, baseline, summarize, table
 from specdec.tools.genai import Genai
 from specdec.tools.questions import Question, read_questions, select

@@ -15,15 +15,16 @@ class Drafter(Protocol):
         ...
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """Propose one tree per row, of at most `limits[i]` nodes; an empty tree is a fine proposal.
+        """Propose one tree per row, at most `limits[i]` tokens deep; an empty tree is a fine proposal.
 
-        Changes no row. A tree's `q` is the distribution that its tokens were drawn from, with the request's own
-        pipeline, or None when they were chosen deterministically.
+        A tree has no more nodes than the row has room in its context. Changes no row but for the chance it takes
+        (`Row.draw`). A tree's `q` is the distribution that its tokens were drawn from, with the request's own pipeline,
+        or None when they were chosen deterministically.
         """
         ...
 
-    def commit(self, index: int, row: Row, kept: int) -> None:
-        """Learn that the target kept the first `kept` nodes of row `index`'s last proposal; `row` is up to date."""
+    def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
+        """Learn that the target kept the path `kept` of row `index`'s last proposal; `row` is up to date."""
         ...
 
     def release(self, index: int) -> None:

@@ -1,72 +1,70 @@
 """A draft model: its own engine and cache, under the target's rollback rule.
 
-After a round the cache is cut back to the tokens that were kept; the next proposal first feeds what it has not seen
-(the last kept draft token, if it was the block's last, and the pending token). Tokens are drawn from q, the request's
-own pipeline on the draft's logits, and q is handed on as it was drawn from.
+A tree grows level by level. As long as it is a chain, its tokens are committed to the cache one by one; beyond the
+first fork every pass feeds all nodes behind it anew, since a chunk's mask covers that chunk only. After a round the
+cache is cut back to the tokens that were kept; the next proposal first feeds what it has not seen. Tokens are drawn
+from q, the request's own pipeline on the draft's logits, and q is handed on as it was drawn from.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from specdec.engines.chunk import RowInput
 from specdec.engines.contract import FloatArray
-from specdec.runtime import sampling
+from specdec.engines.errors import DeadEndError
+from specdec.runtime.drafters.growth import GrowingTree, Shape
 from specdec.runtime.kv import CachedModel
 from specdec.runtime.request import Row
-from specdec.runtime.tree import TokenTree
+from specdec.runtime.sampling import most_probable, softmax
+from specdec.runtime.tree import ROOT, TokenTree
 
 
 class ModelDrafter:
-    """Drafts chains of up to `num_tokens` with `model`.
+    """Drafts trees of `shape` with `model`.
 
+    `deterministic`: children are the most probable tokens, not drawn ones (a greedy request's always are).
     `vocab_size`: ids of the target. `shared_vocab`: ids below it mean the same in both models; no other is drafted, and
     where the text holds one, the draft model is given id 0 in its place (a draft may be poor, it cannot be wrong).
     A row that outgrows the draft's context is no longer drafted for.
     """
 
-    def __init__(self, model: CachedModel, num_tokens: int, vocab_size: int, shared_vocab: int) -> None:
+    def __init__(
+        self, model: CachedModel, shape: Shape, vocab_size: int, shared_vocab: int, *, deterministic: bool = False
+    ) -> None:
         self._model = model
-        self._num_tokens = num_tokens
+        self._shape = shape
+        self._deterministic = deterministic
         self._vocab_size = vocab_size
         self._shared_vocab = min(shared_vocab, vocab_size)
-        self._drafted: list[int] = []  # tokens that the last proposal wrote behind the committed ones, by row
+        self._drafted: list[int] = []  # leading nodes of the last proposal that are in the cache, by row
 
     def admit(self, row: Row) -> None:
         """See `Drafter.admit`: prefills all but the pending token."""
         index = self._model.add_row()
         self._drafted.append(0)
-        if self._fits(row, 0):
+        if len(row.tokens) <= self._model.max_length:
             self._model.prefill(index, self._known(row.tokens[:-1]))
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """See `Drafter.propose`: one pass per token, all rows together."""
-        model = self._model
-        counts = [self._count(row, limit) for row, limit in zip(rows, limits, strict=True)]
-        tokens: list[list[int]] = [[] for _ in rows]
-        q: list[list[FloatArray]] = [[] for _ in rows]
-        for depth in range(max(counts, default=0)):
-            feeds = []
-            for index, row in enumerate(rows):
-                active = depth < counts[index]
-                unseen = row.tokens[int(model.lens[index]) :] if depth == 0 else tokens[index][-1:]
-                feeds.append(RowInput(self._known(unseen) if active else (), int(active)))
-            for index, logits in enumerate(model.step(feeds)):
-                if depth < counts[index]:
-                    model.commit(index, len(feeds[index].tokens))
-                    token, distribution = self._choose(rows[index], tokens[index], logits[0])
-                    tokens[index].append(token)
-                    q[index].append(distribution)
-        for index, chain in enumerate(tokens):
-            self._drafted[index] = max(0, len(chain) - 1)  # the last token was not fed
-        return [
-            TokenTree.chain(chain, None if row.params.temperature == 0 else distributions)
-            for row, chain, distributions in zip(rows, tokens, q, strict=True)
+        """See `Drafter.propose`: one pass per level, all rows together."""
+        trees = [
+            GrowingTree(self._shape, limit, min(self._model.max_length, row.max_length) - len(row.tokens))
+            for row, limit in zip(rows, limits, strict=True)
         ]
+        self._drafted = [0] * len(rows)
+        while any(tree.frontier for tree in trees):
+            feeds = [self._feed(index, row, tree) for index, (row, tree) in enumerate(zip(rows, trees, strict=True))]
+            for index, logits in enumerate(self._model.step(feeds)):
+                if trees[index].frontier:
+                    self._grow(index, rows[index], trees[index], feeds[index], logits)
+        return [tree.tree(sampled=not self._by_rank(row)) for row, tree in zip(rows, trees, strict=True)]
 
-    def commit(self, index: int, row: Row, kept: int) -> None:
+    def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: gives back the slots of tokens that were not kept."""
-        self._model.lens[index] -= max(0, self._drafted[index] - kept)
+        drafted = self._drafted[index]  # these are a chain: the proposal's first nodes
+        self._model.lens[index] -= drafted - sum(place == node for place, node in enumerate(kept[:drafted]))
         self._drafted[index] = 0
         assert self._model.lens[index] < len(row.tokens), "the draft's cache holds no more than the target's"
 
@@ -76,23 +74,58 @@ class ModelDrafter:
         self._drafted[index] = self._drafted[-1]
         self._drafted.pop()
 
-    def _known(self, tokens: list[int]) -> list[int]:
+    def _by_rank(self, row: Row) -> bool:
+        return self._deterministic or row.params.temperature == 0
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
         return [token if token < self._shared_vocab else 0 for token in tokens]
 
-    def _count(self, row: Row, limit: int) -> int:
-        count = min(self._num_tokens, limit)
-        return count if self._fits(row, count) else max(0, self._model.max_length - len(row.tokens))
+    def _feed(self, index: int, row: Row, tree: GrowingTree) -> RowInput:
+        """What the model has to see to give logits after the frontier's nodes."""
+        if not tree.frontier:
+            return RowInput((), 0)
+        if tree.frontier == [ROOT]:
+            return RowInput(self._known(row.tokens[int(self._model.lens[index]) :]), 1)
+        first = self._drafted[index]
+        parents = [parent - first if parent >= first else -1 for parent in tree.parents[first:]]
+        return RowInput(self._known(tree.tokens[first:]), len(tree) - tree.frontier[0], parents)
 
-    def _fits(self, row: Row, count: int) -> bool:
-        return len(row.tokens) + count <= self._model.max_length
+    def _grow(self, index: int, row: Row, tree: GrowingTree, feed: RowInput, logits: FloatArray) -> None:
+        """Extend a row's tree by a level; logits: those of the last nodes, from the frontier's first one on."""
+        first = tree.frontier[0]
+        if first == ROOT:
+            self._model.commit(index, range(len(feed.tokens)))
+        elif len(feed.tokens) == 1 and first == self._drafted[index]:  # a chain so far
+            self._model.commit(index, range(1))
+            self._drafted[index] += 1
+        histories = [self._history(row, tree, node) for node in tree.frontier]
+        q = [
+            self._distribution(row, logits[node - first], history)
+            for node, history in zip(tree.frontier, histories, strict=True)
+        ]
+        choose = most_probable_ids if self._by_rank(row) else partial(row.draw, position=len(histories[0]))
+        tree.extend(q, choose)
 
-    def _choose(self, row: Row, drafted: list[int], logits: FloatArray) -> tuple[int, FloatArray]:
-        """Draw the next draft token of `row` after `drafted`; return it and the distribution it was drawn from."""
+    def _distribution(self, row: Row, logits: FloatArray, history: Sequence[int]) -> FloatArray:
+        """The draft's distribution [V] after `history`; all zero when the request allows none of the shared ids."""
         known = np.full(self._vocab_size, -np.inf, np.float32)  # ids that the draft does not share are never drawn
         known[: self._shared_vocab] = logits[: self._shared_vocab]
-        history = row.tokens + drafted
-        if row.params.temperature == 0:
-            best = sampling.scores(known, history, row.params)
-            return int(best.argmax()), best
-        distribution = sampling.probabilities(known, history, row.params)
-        return row.dice.draw(distribution), distribution
+        try:
+            if row.params.temperature == 0:
+                return softmax(row.pipeline.scores(known, history))
+            return row.pipeline.probabilities(known, history)
+        except DeadEndError:  # the target, which knows more ids, decides whether it is one
+            return np.zeros(self._vocab_size)
+
+    @staticmethod
+    def _history(row: Row, tree: GrowingTree, node: int) -> list[int]:
+        path: list[int] = []
+        while node != ROOT:
+            path.append(tree.tokens[node])
+            node = tree.parents[node]
+        return row.tokens + path[::-1]
+
+
+def most_probable_ids(q: FloatArray, count: int) -> list[int]:
+    """Up to `count` most probable ids of q [V] that are possible at all."""
+    return [int(token) for token in most_probable(q, count) if q[token] > 0]

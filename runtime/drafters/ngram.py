@@ -13,14 +13,18 @@ from specdec.runtime.tree import TokenTree
 class NgramDrafter:
     """Drafts chains of up to `num_tokens` from the longest match of `min_match` to `max_match` tokens.
 
-    The draft grows with the match: n matching tokens earn `draft_width(n, num_tokens)`. With `always`, a row without
-    a match gets the text's most frequent token, for engines that carry a second position at no extra cost (`exact`).
+    The draft grows with the match: n matching tokens earn `draft_width(n, num_tokens)`. With `branching`, shorter
+    matches that go on differently add branches, as far as `num_tokens` nodes go. With `always`, a row without a match
+    gets the text's most frequent token, for engines that carry a second position at no extra cost (`exact`).
     """
 
-    def __init__(self, num_tokens: int, min_match: int, max_match: int, *, always: bool) -> None:
+    def __init__(
+        self, num_tokens: int, min_match: int, max_match: int, *, always: bool, branching: bool = False
+    ) -> None:
         self._num_tokens = num_tokens
         self._lengths = range(max_match, min_match - 1, -1)  # longest first
         self._always = always
+        self._branching = branching
         self._indexes: list[_Index] = []
 
     def admit(self, row: Row) -> None:
@@ -30,9 +34,9 @@ class NgramDrafter:
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """See `Drafter.propose`."""
         each = zip(self._indexes, rows, limits, strict=True)
-        return [TokenTree.chain(self._draft(index, row, limit)) for index, row, limit in each]
+        return [self._draft(index, row, limit) for index, row, limit in each]
 
-    def commit(self, index: int, row: Row, kept: int) -> None:
+    def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: nothing to learn, the row's tokens say it."""
 
     def release(self, index: int) -> None:
@@ -40,19 +44,29 @@ class NgramDrafter:
         self._indexes[index] = self._indexes[-1]
         self._indexes.pop()
 
-    def _draft(self, index: "_Index", row: Row, limit: int) -> list[int]:
+    def _draft(self, index: "_Index", row: Row, limit: int) -> TokenTree:
         tokens = row.tokens
         index.extend(tokens)
         if limit <= 0:
-            return []
-        match, source = index.find(tokens, enough=self._num_tokens // 2 + 1)
-        if not match:
-            return [index.most_frequent] if self._always else []
-        width = min(draft_width(match, self._num_tokens), limit)
-        draft: list[int] = []
-        for position in range(source, source + width):  # past the end the draft goes on from itself: a repetition
-            draft.append(tokens[position] if position < len(tokens) else draft[position - len(tokens)])
-        return draft
+            return TokenTree()
+        matches = index.find(tokens, enough=self._num_tokens // 2 + 1)
+        if not matches:
+            return TokenTree.chain(row.permitted([index.most_frequent]) if self._always else ())
+        drafts = [
+            row.permitted(_continuation(tokens, source, min(draft_width(match, self._num_tokens), limit)))
+            for match, source in (matches if self._branching else matches[:1])
+        ]
+        if not self._branching:
+            return TokenTree.chain(drafts[0])
+        return TokenTree.merge(drafts, min(self._num_tokens, row.max_length - len(tokens)))
+
+
+def _continuation(tokens: Sequence[int], source: int, width: int) -> list[int]:
+    """What follows `source`; past the end the draft goes on from itself: a repetition."""
+    draft: list[int] = []
+    for position in range(source, source + width):
+        draft.append(tokens[position] if position < len(tokens) else draft[position - len(tokens)])
+    return draft
 
 
 def draft_width(match: int, num_tokens: int) -> int:
@@ -81,16 +95,18 @@ class _Index:
                 self.most_frequent = token
         self._indexed = max(self._indexed, len(tokens) - 1)
 
-    def find(self, tokens: list[int], enough: int) -> tuple[int, int]:
-        """Return (length, position of what follows) of the longest match of the text's end, (0, 0) without one.
+    def find(self, tokens: list[int], enough: int) -> list[tuple[int, int]]:
+        """Return (length, position of what follows) of matches of the text's end: one for each place, longest first.
 
         A match of `enough` tokens is not looked into further.
         """
+        found: dict[int, int] = {}  # position -> length
         for n, ends in self._ends.items():
             after = ends.get(tuple(tokens[-n:])) if len(tokens) > n else None
-            if after is not None:
-                match = n
-                while match < min(after, enough) and tokens[after - match - 1] == tokens[-match - 1]:
-                    match += 1
-                return match, after
-        return 0, 0
+            if after is None or after in found:
+                continue
+            match = n
+            while match < min(after, enough) and tokens[after - match - 1] == tokens[-match - 1]:
+                match += 1
+            found[after] = match
+        return [(match, after) for after, match in found.items()]

@@ -160,6 +160,11 @@ def tiny_bundle(path: Path, family: str = "llama", drafters: Sequence[str] = ("n
     return path
 
 
+def far_bundle() -> Path:
+    """A tiny bundle that all tests of a run share, whose draft model knows nothing of its target."""
+    return _far_bundle()
+
+
 def shared_checkpoint(family: str = "llama", seed: int = 0) -> Path:
     """A tiny checkpoint that all tests of a run share; do not change it (copy it first)."""
     return _checkpoint(family, seed)
@@ -178,6 +183,17 @@ def _checkpoint(family: str, seed: int) -> Path:
 @functools.cache
 def _bundle(family: str, drafters: tuple[str, ...]) -> Path:
     return tiny_bundle(_session_folder() / f"bundle-{family}-{'-'.join(drafters)}", family, drafters)
+
+
+@functools.cache
+def _far_bundle() -> Path:
+    options = ExportOptions(
+        model=str(shared_checkpoint()),
+        output=_session_folder() / "bundle-far",
+        drafters=("ngram", f"model:{shared_checkpoint(seed=9)}"),
+    )
+    export_bundle(options)
+    return options.output
 
 
 @functools.cache

@@ -60,6 +60,11 @@ class FakeKV:
         self.state[target, :used] = self.state[source, :used]
         self.state[source] = STALE
 
+    def move_slots(self, row: int, sources: np.ndarray, start: int) -> None:
+        assert all(source >= start + i for i, source in enumerate(sources))
+        self.tokens[row, start : start + len(sources)] = self.tokens[row, sources]
+        self.state[row, start : start + len(sources)] = self.state[row, sources]
+
     def read(self, row: int, used: int) -> np.ndarray:
         return self.tokens[row, :used][None, None, :, None].copy()
 
@@ -76,6 +81,7 @@ class FakeEngine:
     widths: list[int] = field(default_factory=list)
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(device="fake"))
     closed: bool = False
+    known: dict[tuple[int, ...], FloatArray] = field(default_factory=dict)
     prefilling: bool = False  # set by `rows.WatchedModel`: a prefill asks for no logits that tell padding from tokens
 
     def allocate(self, rows: int, capacity: int) -> FakeKV:
@@ -86,9 +92,11 @@ class FakeEngine:
 
     def logits_after(self, tokens: list[int]) -> FloatArray:
         """Logits [V] after `tokens`: what any way of computing them must give."""
-        seen = tokens if self.order is None else tokens[-self.order :]
-        rng = np.random.default_rng([self.seed, zlib.crc32(np.asarray(seen, np.int64).tobytes())])
-        return (rng.standard_normal(self.spec.logits_size) * self.sharpness).astype(np.float32)
+        seen = tuple(tokens if self.order is None else tokens[-self.order :])
+        if seen not in self.known:
+            rng = np.random.default_rng([self.seed, zlib.crc32(np.asarray(seen, np.int64).tobytes())])
+            self.known[seen] = (rng.standard_normal(self.spec.logits_size) * self.sharpness).astype(np.float32)
+        return self.known[seen].copy()
 
     def step(self, chunk: Chunk, kv: FakeKV, first_row: int = 0) -> FloatArray:
         if self.closed:

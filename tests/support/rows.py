@@ -6,8 +6,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.kv import CachedModel
+from specdec.runtime.params import SamplingParams
 from specdec.runtime.request import Row
-from specdec.runtime.sampling import SamplingParams, scores
+from specdec.runtime.sampling import LogitsPipeline
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.text import TextStream
 from support.fake_engine import FakeEngine
@@ -31,9 +32,10 @@ class WatchedModel(CachedModel):
 
 
 def make_row(prompt: list[int], *, eos: tuple[int, ...] = (), max_length: int = 64, **params: object) -> Row:
+    """`bad_words` are token ids here, which need no tokenizer."""
     sampling = SamplingParams(**params)
     stream = TextStream(letters(), sampling.stop)
-    return Row(tuple(prompt), sampling, stream, frozenset(eos), max_length)
+    return Row(tuple(prompt), sampling, stream, frozenset(eos), max_length, bad_words=sampling.bad_words)
 
 
 def run(scheduler: Scheduler, *rows: Row) -> list[list[int]]:
@@ -54,7 +56,7 @@ def make_scheduler(
 def greedy(engine: FakeEngine, prompt: list[int], count: int, **params: object) -> list[int]:
     """What plain greedy decoding must give, straight from the engine's definition."""
     tokens = list(prompt)
+    pipeline = LogitsPipeline(SamplingParams(**params), len(prompt))
     for _ in range(count):
-        logits = engine.logits_after(tokens)[: engine.spec.vocab_size]
-        tokens.append(int(scores(logits, tokens, SamplingParams(**params)).argmax()))
+        tokens.append(pipeline.best(engine.logits_after(tokens)[: engine.spec.vocab_size], tokens))
     return tokens[len(prompt) :]

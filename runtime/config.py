@@ -1,0 +1,62 @@
+"""How to speculate: which drafter, how far, in what shape. This module knows names and shapes: no bundle, no model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from specdec.engines.errors import RequestError
+from specdec.runtime.drafters.growth import DynamicShape, Shape, StaticShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How to speculate; field names as in vLLM.
+
+    `method`: a drafter of the bundle, `auto` (its first one), or None for plain decoding. `num_speculative_tokens`:
+    most draft tokens (nodes of a tree) a round; None: the method's default. `prompt_lookup_min` and
+    `prompt_lookup_max`: tokens that an n-gram match has at least, and at most before it is extended.
+
+    `tree`: `chain`, `dynamic` (grown where the draft is confident), or paths of child ranks as Medusa's
+    `medusa_choices`: [[0], [0, 0], [1]]. Trees that branch are lossless in law, not in bits: they run in mode `fast`.
+    `draft_sample_method`: `probabilistic` draws a draft model's tokens from its distribution, `greedy` takes the most
+    probable ones.
+    """
+
+    method: str | None = "auto"
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int = 1
+    prompt_lookup_max: int = 4
+    tree: Literal["chain", "dynamic"] | Sequence[Sequence[int]] = "chain"
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+
+    def __post_init__(self) -> None:
+        if self.draft_sample_method not in ("probabilistic", "greedy"):
+            raise RequestError(f"draft_sample_method must be probabilistic or greedy, not {self.draft_sample_method!r}")
+        if isinstance(self.tree, str):
+            if self.tree not in ("chain", "dynamic"):
+                raise RequestError(f"tree must be chain, dynamic or a list of paths, not {self.tree!r}")
+        else:
+            StaticShape(self.tree)
+            if self.num_speculative_tokens is not None:
+                raise RequestError("num_speculative_tokens and a list of paths both size the tree: give one of them")
+        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
+            raise RequestError(
+                f"num_speculative_tokens must be at least 1, not {self.num_speculative_tokens} (method None is plain)"
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise RequestError(
+                "prompt_lookup_min and prompt_lookup_max must be at least 1 and in order, "
+                f"not {self.prompt_lookup_min} and {self.prompt_lookup_max}"
+            )
+
+    @property
+    def branches(self) -> bool:
+        """Whether proposals may be other than chains."""
+        return self.tree == "dynamic" or (self.tree != "chain" and any(rank for path in self.tree for rank in path))
+
+    def shape(self, tokens: int) -> Shape:
+        """The shape of a grown tree; `tokens`: most nodes, where the configuration does not say."""
+        count = self.num_speculative_tokens or tokens
+        if self.tree == "chain":
+            return StaticShape.chain(count)
+        return DynamicShape(count) if self.tree == "dynamic" else StaticShape(self.tree)
