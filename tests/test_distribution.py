@@ -17,7 +17,8 @@ from scipy.stats import chisquare
 from specdec.engines.base import Engine
 from specdec.engines.registry import open_engine
 from specdec.engines.scoring import score
-from specdec.runtime import LLM, SamplingParams, SpeculativeConfig
+from specdec.runtime import LLM, SamplingParams, SpeculativeConfig, StructuredOutputsParams
+from specdec.runtime.grammar import GrammarCompiler
 from specdec.runtime.sampling import LogitsPipeline
 from support.bundles import far_bundle, shared_bundle
 
@@ -60,6 +61,20 @@ def exact_joint(bundle: Path, options: tuple) -> dict[tuple[int, ...], float]:
     return joint
 
 
+def check(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> None:
+    """χ² (cells that expect fewer than 5 merged) and total variation against the exact distribution."""
+    assert counts.keys() <= expected.keys(), "an impossible text"
+    total = sum(counts.values())
+    observed, ideal = np.array([(counts[text], total * p) for text, p in expected.items()]).T
+    small = ideal < 5
+    if small.any():
+        observed = np.append(observed[~small], observed[small].sum())
+        ideal = np.append(ideal[~small], ideal[small].sum())
+    distance = np.abs(observed - ideal).sum() / 2 / total
+    assert distance <= math.sqrt(len(ideal) / total) / 2 + math.sqrt(math.log(1 / DELTA) / (2 * total))
+    assert chisquare(observed, ideal).pvalue > DELTA
+
+
 def cases() -> list:
     found = []
     for draft, tree, rule, batch in itertools.product(DRAFTS, TREES, ("block", "token", "coupled"), (1, BATCH)):
@@ -84,16 +99,8 @@ def test_emitted_is_distributed_as_the_target(draft: str, tree: str, rule: str, 
                 counts[output.token_ids] += 1
                 proposed += output.stats.draft_tokens_proposed
                 accepted += output.stats.draft_tokens_accepted
-    assert counts.keys() <= expected.keys(), "an impossible text"
+    check(counts, expected)
     total = sum(counts.values())
-    observed, ideal = np.array([(counts[text], total * p) for text, p in expected.items()]).T
-    small = ideal < 5
-    if small.any():
-        observed = np.append(observed[~small], observed[small].sum())
-        ideal = np.append(ideal[~small], ideal[small].sum())
-    distance = np.abs(observed - ideal).sum() / 2 / total
-    assert distance <= math.sqrt(len(ideal) / total) / 2 + math.sqrt(math.log(1 / DELTA) / (2 * total))
-    assert chisquare(observed, ideal).pvalue > DELTA
     # the case is what its name says: drafts are made, and accepted as they should be
     assert proposed >= total
     if draft == "equal" and tree == "chain":
@@ -102,3 +109,53 @@ def test_emitted_is_distributed_as_the_target(draft: str, tree: str, rule: str, 
         assert accepted < proposed / 20
     else:
         assert 0 < accepted < proposed
+
+
+CHOICES = ("the quick", "the slow", "then", "a", "add", "add(b", "def")
+
+
+def exact_answers(bundle: Path, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Probability of every answer of a grammar with finitely many, by plain constrained decoding."""
+    llm, scorer = engine(bundle)
+    ends = llm.manifest.tokenizer.eos_token_ids
+    compiler = GrammarCompiler(bundle / "tokenizer.json", llm.spec.vocab_size, ends)
+    pipeline = LogitsPipeline(params, len(PROMPT), grammar=compiler.matcher(params.structured_outputs))
+    answers: dict[tuple[int, ...], float] = {}
+    growing = [((), 1.0)]
+    while growing:
+        answer, mass = growing.pop()
+        text = [*PROMPT, *answer]
+        (logits,) = score(scorer, scorer.allocate(1, 128), [text], [len(text)])
+        p = pipeline.probabilities(logits[-1, : llm.spec.vocab_size], text)
+        for token in np.flatnonzero(p):
+            longer = (*answer, int(token))
+            if token in ends:
+                answers[longer] = mass * p[token]
+            else:
+                growing.append((longer, mass * p[token]))
+    return answers
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "coupled"])
+@pytest.mark.parametrize(
+    ("draft", "tree"), [("far", "chain"), ("far", "dynamic"), ("equal", "chain"), ("ngram", "chain")]
+)
+def test_structured_output_has_the_law_of_plain_constrained_decoding(draft: str, tree: str, rule: str) -> None:
+    make_bundle, method, _ = DRAFTS[draft]
+    form = StructuredOutputsParams(choice=CHOICES)
+    options = {"temperature": 2.0, "max_new_tokens": 30, "structured_outputs": form, "repetition_penalty": 1.1}
+    expected = exact_answers(make_bundle(), SamplingParams(**options))
+    assert sum(expected.values()) == pytest.approx(1, abs=1e-9)
+    assert len(expected) >= len(CHOICES)
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
+    with LLM(make_bundle(), speculative=SpeculativeConfig(method=method, tree=TREES[tree]), verify=False) as llm:
+        for first in range(0, SAMPLES, BATCH):
+            each = [SamplingParams(**options, acceptance=rule, seed=first + i) for i in range(BATCH)]
+            for output in llm.generate([PROMPT] * BATCH, each):
+                assert output.text in CHOICES
+                assert output.finish_reason == "stop"
+                counts[output.token_ids] += 1
+                accepted += output.stats.draft_tokens_accepted
+    check(counts, expected)
+    assert accepted > 0 or draft == "ngram"

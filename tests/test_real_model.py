@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specdec.engines.manifest import read_manifest
-from specdec.runtime import LLM, SamplingParams, SpeculativeConfig, kv
+from specdec.runtime import LLM, SamplingParams, SpeculativeConfig, StructuredOutputsParams, kv
 from specdec.tools.models import model_path
 from specdec.tools.prompts import PROMPTS
 from specdec.tools.questions import read_questions, select
@@ -101,6 +101,75 @@ def test_a_batch_of_four_gives_each_prompt_its_own_bits(smollm2: Path, chats: li
         assert [output.token_ids for output in outputs] == tokens[:4]
         assert len(got) == sum(map(len, tokens[:4]))
         assert got.items() <= bits.items()
+
+
+def test_a_coupled_seed_gives_one_text_and_one_set_of_bits(smollm2: Path, chats: list[list[int]]) -> None:
+    """Plain, two drafters, draft lengths 1, 3 and 6, alone and four together; no tolerance."""
+    options = params(max_new_tokens=24, temperature=1.0, seed=7, acceptance="coupled", logprobs=2)
+    configs = [SpeculativeConfig(method=None)]
+    configs += [
+        SpeculativeConfig(method=method, num_speculative_tokens=n) for method in ("ngram", "model") for n in (1, 3, 6)
+    ]
+    answers, bits = [], []
+    for config in configs:
+        llm = LLM(smollm2, speculative=config, verify=False)
+        for batch in ([[chat] for chat in chats[:4]], [chats[:4]]):
+            with recorded_logits() as seen:
+                outputs = [output for prompts in batch for output in llm.generate(prompts, options)]
+            answers.append([(output.token_ids, output.logprobs) for output in outputs])
+            bits.append(seen)
+    assert all(answer == answers[0] for answer in answers)
+    assert all(seen == bits[0] for seen in bits)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 1, "maximum": 99},
+        "colour": {"enum": ["red", "green", "blue"]},
+    },
+    "required": ["name", "age", "colour"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("method", ["ngram", "model"])
+def test_fifty_of_fifty_sampled_answers_are_of_the_schema(smollm2: Path, method: str) -> None:
+    llm = load(smollm2, method)
+    chat = llm.chat_prompt([{"role": "user", "content": "Invent a person: name, age and favourite colour, as JSON."}])
+    form = StructuredOutputsParams(json=SCHEMA)
+    options = [
+        SamplingParams(max_new_tokens=80, temperature=1.0, structured_outputs=form, seed=seed) for seed in range(50)
+    ]
+    rounds = tokens = 0
+    for output in llm.generate([chat] * 50, options):
+        answer = json.loads(output.text)
+        assert list(answer) == ["name", "age", "colour"]
+        assert len(answer["name"]) <= 12
+        assert 1 <= answer["age"] <= 99
+        assert answer["colour"] in ("red", "green", "blue")
+        assert output.finish_reason == "stop"
+        rounds, tokens = rounds + output.stats.rounds, tokens + output.stats.new_tokens
+    print(f"{method}: mean accepted length {tokens / rounds:.2f} over {tokens} tokens")
+    assert tokens > rounds
+
+
+@pytest.mark.parametrize("method", ["ngram", "model"])
+def test_trees_differ_from_plain_decoding_in_last_bits_alone(
+    smollm2: Path, chats: list[list[int]], expected: tuple, method: str
+) -> None:
+    """A text that parts from plain decoding's does so at a near-tie of the argmax."""
+    tokens, _ = expected
+    llm = LLM(smollm2, speculative=SpeculativeConfig(method=method, tree="dynamic"), verify=False)
+    with recorded_arrays() as seen:
+        outputs = [llm.generate([chat], params())[0] for chat in chats[:4]]
+    for chat, output, plain_text in zip(chats, outputs, tokens, strict=False):
+        parted = [i for i, pair in enumerate(zip(output.token_ids, plain_text, strict=False)) if len(set(pair)) > 1]
+        if parted:
+            best = np.sort(seen[(*chat, *output.token_ids[: parted[0]])])[-2:]
+            assert best[1] - best[0] < 1e-3
+    assert sum(output.stats.draft_tokens_accepted for output in outputs) > 0
 
 
 @pytest.mark.parametrize("width", [2, 7])

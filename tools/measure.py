@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -36,6 +37,7 @@ PAST, CAPACITY, PASSES = 200, 512, 20  # committed tokens of a row, slots of a r
 EXAMPLES = """examples:
   python -m specdec.tools.measure bundle --prompts question.jsonl --per-category 3 --json measured.json
   python -m specdec.tools.measure bundle --prompts question.jsonl --categories rag,qa --methods plain-fast,plain,ngram
+  python -m specdec.tools.measure bundle --prompts question.jsonl --temperature 1 --methods model@token,model@block
   python -m specdec.tools.measure bundle --pass-costs
 """
 
@@ -106,9 +108,9 @@ def cost_table(costs: Sequence[PassCost]) -> str:
     return align(rows, left=1)
 
 
-def _own_method(name: str, llm: LLM) -> Generate:
+def _own_method(name: str, llm: LLM, params: SamplingParams) -> Generate:
     def generate(question: Question, ids: Sequence[int], count: int) -> Run:
-        output = llm.generate(ids, SamplingParams(max_new_tokens=count))[0]
+        output = llm.generate(ids, replace(params, max_new_tokens=count))[0]
         stats = output.stats
         return Run(
             question_id=question.question_id,
@@ -148,12 +150,15 @@ def _measure(args: argparse.Namespace, engine: EngineConfig, report: dict[str, A
     methods: dict[str, Generate] = {}
     with ExitStack() as stack:
         for name in names:
+            drafter, _, rule = name.partition("@")
+            sampling: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
+            params = SamplingParams(**sampling, **({"acceptance": rule} if rule else {}))
             config = SpeculativeConfig(
-                method=None if name in (FAST, PLAIN) else name, num_speculative_tokens=args.num_speculative_tokens
+                method=None if name in (FAST, PLAIN) else drafter, num_speculative_tokens=args.num_speculative_tokens
             )
             mode: Mode = "fast" if name == FAST else "exact"
             llm = LLM(args.bundle, speculative=config, mode=mode, engine=engine, verify=not methods)
-            methods[name] = _own_method(name, stack.enter_context(llm))
+            methods[name] = _own_method(name, stack.enter_context(llm), params)
         if args.ort_genai:
             peer = Genai(args.ort_genai_python, args.ort_genai, args.threads)
             methods[GENAI] = _genai_method(stack.enter_context(closing(peer)))
@@ -191,7 +196,7 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> CommandParser:
-    description = "Measure decoding speed of a bundle's methods on Spec-Bench prompts, greedily, one at a time."
+    description = "Measure decoding speed of a bundle's methods on Spec-Bench prompts, one at a time."
     parser = CommandParser(PROG, description, EXAMPLES)
     add = parser.add_argument
     add("bundle", metavar="BUNDLE", type=Path, help="folder made by specdec-export")
@@ -200,7 +205,9 @@ def _parser() -> CommandParser:
     add("--per-category", metavar="N", type=_positive, help="only the first N prompts of each")
     add("--limit", metavar="N", type=_positive, help="only the first N prompts in all")
     add("--methods", metavar="A,B", type=_list, help=f"{FAST} (one-token passes), {PLAIN} (exact), drafters of the "
-        "bundle (default: all)")  # fmt: skip
+        "bundle (default: all), DRAFTER@RULE for a rule of acceptance")  # fmt: skip
+    add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default)")
+    add("--seed", metavar="N", type=int, default=0, help="of sampling (default %(default)s)")
     add("--num-speculative-tokens", metavar="K", type=_positive, help="most draft tokens a round")
     add("--max-new-tokens", metavar="N", type=_positive, default=128, help="of each answer (default %(default)s)")
     add("--warmup", metavar="N", type=int, default=1, help="unmeasured runs of the first prompt (default %(default)s)")
