@@ -9,7 +9,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.specdec-installed
 
-.PHONY: help venv test test-fast test-gpu lint demo models clean
+.PHONY: help venv test test-fast test-gpu mutants lint demo models clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo 'make test       all tests: the fast ones, then those that need a real model or the network'
 	@echo 'make test-fast  tests that need neither'
 	@echo 'make test-gpu   tests that need an NVIDIA GPU'
+	@echo 'make mutants    plant faults in the runtime, one at a time; the tests have to notice each'
 	@echo 'make lint       ruff check, ruff format --check, mypy --strict'
 	@echo 'make models     fetch the real test model into the cache'
 	@echo 'make venv       the virtual environment alone'
@@ -44,6 +45,9 @@ test-fast: $(STAMP)
 
 test-gpu: $(STAMP) models
 	$(RUN) pytest -m gpu
+
+mutants: $(STAMP)
+	$(VENV)/bin/python tests/mutants.py
 
 lint: $(STAMP)
 	$(RUN) ruff check .

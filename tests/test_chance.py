@@ -1,0 +1,307 @@
+"""Dice and noise: coins at their edges, draws, noise by position, and text that no draft changes."""
+
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from functools import cache, partial
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from specdec.runtime.chance import PositionNoise, RandomDice, draw_without_replacement
+from specdec.runtime.drafters.growth import DynamicShape, GrowingTree, Shape, StaticShape
+from specdec.runtime.drafters.model import most_probable_ids
+from specdec.runtime.request import Row
+from specdec.runtime.scheduler import accept
+from specdec.runtime.tree import TokenTree
+from support.enumeration import distribution, outcomes, path_text
+from support.fake_engine import FakeEngine, fake_spec
+from support.rows import make_row
+
+SAMPLES = 10_000
+
+
+def agrees(counts: Counter, expected: dict) -> bool:
+    """χ² at 1 in 10000, for one fixed seed."""
+    from scipy.stats import chisquare
+
+    assert set(counts) <= set(expected)
+    total = counts.total()
+    observed = [counts[key] for key in expected]
+    return chisquare(observed, [float(p) * total for p in expected.values()]).pvalue > 1e-4
+
+
+# --- Dice
+
+
+class FixedUniform:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def random(self) -> float:
+        return self.value
+
+
+def dice_with(u: float) -> RandomDice:
+    dice = RandomDice(0)
+    dice._rng = FixedUniform(u)
+    return dice
+
+
+@pytest.mark.parametrize(("u", "probability", "expected"), [(0.0, 0.0, False), (0.0, 1e-300, True), (0.5, 0.5, False)])
+def test_coin_wins_iff_u_is_below(u: float, probability: float, expected: bool) -> None:
+    assert dice_with(u).coin(probability) is expected
+
+
+def test_coin_of_one_never_loses() -> None:
+    assert dice_with(np.nextafter(1, 0)).coin(1.0)
+    assert dice_with(np.nextafter(1, 0)).coin(np.float64(np.inf))
+
+
+@pytest.mark.parametrize(
+    ("u", "expected"), [(0.0, 1), (0.2499, 1), (0.25, 3), (np.nextafter(1, 0), 3)], ids=["zero", "below", "edge", "top"]
+)
+def test_draw_never_returns_a_weight_of_zero(u: float, expected: int) -> None:
+    assert dice_with(u).draw(np.array([0.0, 0.5, 0.0, 1.5, 0.0])) == expected
+
+
+def test_draw_survives_rounding_at_the_top() -> None:
+    assert dice_with(np.nextafter(1, 0)).draw(np.array([0.1] * 3 + [0.0])) == 2
+
+
+def test_draw_survives_the_smallest_weights() -> None:
+    for u in (0.0, 0.5, np.nextafter(1, 0)):
+        assert dice_with(u).draw(np.array([0.0, 5e-324, 0.0])) == 1
+
+
+def test_draw_is_distributed_as_its_weights() -> None:
+    dice = RandomDice(1)
+    weights = np.array([1.0, 0.0, 2.0, 5.0])
+    counts = Counter(dice.draw(weights) for _ in range(SAMPLES))
+    assert agrees(counts, {0: 1 / 8, 2: 2 / 8, 3: 5 / 8})
+
+
+def test_seed_repeats_and_seeds_differ() -> None:
+    def draws(seed: int | None) -> list[int]:
+        dice = RandomDice(seed)
+        return [dice.draw(np.ones(100)) for _ in range(8)]
+
+    assert draws(1) == draws(1) != draws(2)
+    assert draws(None) != draws(None)
+
+
+# --- Without replacement
+
+
+def plackett_luce(p: np.ndarray, count: int) -> dict[tuple[int, ...], Fraction | float]:
+    """Probability of every ordered list of `count` tokens drawn one after another without replacement."""
+    lists = {}
+    for order in permutations(np.flatnonzero(p).tolist(), count):
+        chance, left = 1, p.sum()
+        for token in order:
+            chance, left = chance * p[token] / left, left - p[token]
+        lists[order] = chance
+    return lists
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_draws_without_replacement_enumerated(count: int) -> None:
+    q = distribution(3, 0, 1, 4, 2)
+    got = {}
+    for drawn, chance in outcomes(lambda dice: tuple(draw_without_replacement(q, count, dice))):
+        assert drawn not in got
+        got[drawn] = chance
+    assert got == plackett_luce(q, count)
+    assert q.tolist() == distribution(3, 0, 1, 4, 2).tolist(), "q is not changed"
+
+
+def test_no_more_are_drawn_than_are_possible() -> None:
+    for seed in range(20):
+        q = np.array([0.0, 0.25, 0.0, 0.75])
+        assert sorted(draw_without_replacement(q, 4, RandomDice(seed))) == [1, 3]
+        assert sorted(PositionNoise(seed).ranking(q, 7, 4)) == [1, 3]
+        assert draw_without_replacement(np.array([0.0, 1.0]), 2, RandomDice(seed)) == [1]
+        assert PositionNoise(seed).ranking(np.array([0.0, 1.0]), 7, 2) == [1]
+
+
+# --- Noise by position
+
+P = np.array([0.1, 0.0, 0.2, 0.3, 0.4])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranking_over_positions_is_drawing_without_replacement(count: int) -> None:
+    noise = PositionNoise(5)
+    counts = Counter(tuple(noise.ranking(P, position, count)) for position in range(SAMPLES))
+    assert agrees(counts, plackett_luce(P, count))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranking_over_seeds_is_drawing_without_replacement(count: int) -> None:
+    counts = Counter(tuple(PositionNoise(seed).ranking(P, 9, count)) for seed in range(SAMPLES))
+    assert agrees(counts, plackett_luce(P, count))
+
+
+@pytest.mark.parametrize("distance", [1, 2, 4])
+def test_tokens_of_two_positions_are_independent(distance: int) -> None:
+    noise = PositionNoise(2)
+    first = [noise.ranking(P, position, 1)[0] for position in range(SAMPLES)]
+    counts = Counter(zip(first, first[distance:], strict=False))
+    assert agrees(counts, {(a, b): P[a] * P[b] for a in range(5) for b in range(5) if P[a] * P[b]})
+
+
+def test_the_first_of_a_list_is_the_token_that_is_asked_for_alone() -> None:
+    noise = PositionNoise(3)
+    for position in range(200):
+        assert noise.ranking(P, position, 4)[0] == noise.ranking(P, position, 1)[0]
+        assert noise.ranking(P, position, 4)[:2] == noise.ranking(P, position, 2)
+
+
+def numbers(noise: PositionNoise, position: int, size: int) -> list[float]:
+    return noise._of(position, size).tolist()
+
+
+def test_noise_is_a_function_of_seed_and_position_alone() -> None:
+    expected = {position: numbers(PositionNoise(1), position, 9) for position in range(60)}
+    noise = PositionNoise(1)
+    for position in np.random.default_rng(0).integers(0, 60, 600):  # in any order, again and again
+        assert numbers(noise, int(position), 9) == expected[int(position)]
+    assert numbers(PositionNoise(2), 5, 9) != expected[5]
+    assert numbers(PositionNoise(None), 5, 9) != numbers(PositionNoise(None), 5, 9)
+
+
+def test_noise_follows_the_size_of_the_vocabulary() -> None:
+    noise = PositionNoise(1)
+    assert len(noise._of(3, 5)) == 5
+    assert len(noise._of(3, 8)) == 8
+    assert numbers(noise, 3, 5) == numbers(PositionNoise(1), 3, 5)
+
+
+def test_positions_and_seeds_share_no_number() -> None:
+    """Nor would they with a vocabulary of any size: the numbers of one position count below its own word."""
+    some = [number for seed in (0, 1, 2**40) for position in range(100) for number in
+            numbers(PositionNoise(seed), position, 50)]  # fmt: skip
+    assert len(set(some)) == len(some)
+    long = set(numbers(PositionNoise(0), 0, 300_000))
+    assert not any(long & set(numbers(PositionNoise(0), position, 1000)) for position in (1, 2, 3, 1000, 10**6))
+
+
+def test_noise_is_exponential() -> None:
+    from scipy.stats import ks_1samp
+
+    noise = np.concatenate([PositionNoise(0)._of(position, 1000) for position in range(20)])
+    assert ks_1samp(noise, lambda x: 1 - np.exp(-x)).pvalue > 1e-4
+
+
+# --- Coupled sampling: the same text whatever the draft
+
+VOCAB, LENGTH = 5, 8
+TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+DRAFTS: dict[str, Shape] = {
+    "chain": StaticShape.chain(3),
+    "tree": StaticShape(TREE),
+    "dynamic tree": DynamicShape(5),
+}
+
+
+@cache
+def logits_of(seed: int) -> Callable[[tuple[int, ...]], np.ndarray]:
+    engine = FakeEngine(fake_spec(VOCAB), seed=seed, order=2, sharpness=1.0)
+    of_end = cache(lambda end: engine.logits_after(list(end)))
+    return lambda history: of_end(tuple(history[-2:]))
+
+
+def text(row: Row, target: int, draft: int | None, shape: Shape | None, *, by_rank: bool = False) -> list[int]:
+    """Generate `LENGTH` tokens, round after round; draft None is plain decoding."""
+    p, prompt = logits_of(target), len(row.tokens)
+    while len(row.tokens) < prompt + LENGTH:
+        tree = TokenTree()
+        if draft is not None:
+            growing, level = GrowingTree(shape, 9, 99), len(row.tokens)
+            while growing.frontier:
+                contexts = [
+                    [*row.tokens, *path_text(growing.tokens, growing.parents, node)] for node in growing.frontier
+                ]
+                q = [row.pipeline.probabilities(logits_of(draft)(context), context) for context in contexts]
+                growing.extend(q, most_probable_ids if by_rank else partial(row.draw, position=level))
+                level += 1
+            tree = growing.tree(sampled=not by_rank)
+        logits = np.array([p([*row.tokens, *tree.text(node)]) for node in range(-1, len(tree))])
+        path, token = accept(row, tree, logits)
+        row.tokens += [*(tree.tokens[node] for node in path), token]
+        row.stats.draft_tokens_accepted += len(path)
+        row.stats.rounds += 1
+    return row.tokens[prompt : prompt + LENGTH]
+
+
+TERMS = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 3, "top_p": 0.9},
+    {"temperature": 1.5, "repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+]
+
+
+@pytest.mark.parametrize("shape", DRAFTS)
+def test_coupled_text_is_the_same_with_and_without_drafts(shape: str) -> None:
+    lengths = set()
+    for seed in range(200):
+        request = partial(make_row, [1, 2, seed % VOCAB], seed=seed, acceptance="coupled", max_new_tokens=64,
+                          **TERMS[seed % 3])  # fmt: skip
+        alone = text(request(), seed, None, None)
+        for draft, by_rank in ((seed, False), (1000 + seed, False), (1000 + seed, True)):
+            row = request()
+            assert text(row, seed, draft, DRAFTS[shape], by_rank=by_rank) == alone
+            lengths.add(row.stats.draft_tokens_accepted)
+    assert len(lengths) > 4
+
+
+def test_coupled_text_can_be_taken_up_anywhere() -> None:
+    """The position that counts is the absolute one: an answer that becomes part of the prompt goes on as it did."""
+    for seed in range(40):
+        request = {"seed": seed, "acceptance": "coupled", "max_new_tokens": 64, "temperature": 1.0}
+        whole = text(make_row([1, 2], **request), seed, None, None)
+        for cut in (1, 3, 6):
+            rest = text(make_row([1, 2, *whole[:cut]], **request), seed, 1000 + seed, StaticShape(TREE))
+            assert rest[: LENGTH - cut] == whole[cut:]
+
+
+def test_coupled_text_is_distributed_as_the_targets() -> None:
+    """χ² of two tokens over seeds, with a draft; the draft's own tokens are as often kept as the theory promises."""
+    p = logits_of(7)
+    pipeline = make_row([1, 2], temperature=1.0).pipeline
+    expected = {
+        (a, b): first * second
+        for a, first in enumerate(pipeline.probabilities(p((1, 2)), [1, 2]))
+        for b, second in enumerate(pipeline.probabilities(p((2, a)), [1, 2, a]))
+    }
+    counts: Counter = Counter()
+    for seed in range(4000):
+        row = make_row([1, 2], seed=seed, acceptance="coupled", temperature=1.0)
+        tree = TokenTree.chain(row.draw(pipeline.probabilities(logits_of(8)((1, 2)), [1, 2]), 1, 2))
+        path, token = accept(row, tree, np.array([p((1, 2)), p((2, tree.tokens[0]))]))
+        block = [*(tree.tokens[node] for node in path), token]
+        if len(block) == 1:
+            block.append(row.draw(pipeline.probabilities(p((2, token)), [1, 2, token]), 1, 3)[0])
+        counts[tuple(block)] += 1
+    assert agrees(counts, expected)
+
+
+def test_a_draft_equal_to_the_target_is_always_accepted_when_coupled() -> None:
+    for seed in range(50):
+        row = make_row([1, 2], seed=seed, acceptance="coupled", temperature=1.0, max_new_tokens=64)
+        text(row, seed, seed, StaticShape.chain(3))
+        assert row.stats.draft_tokens_accepted == 3 * row.stats.rounds
+
+
+def test_coupled_acceptance_is_at_least_what_the_theory_promises() -> None:
+    """(1 - TV) / (1 + TV), less five standard errors."""
+    noise = PositionNoise(11)
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        p, q = rng.dirichlet([0.7] * 6), rng.dirichlet([0.7] * 6)
+        q = p * 0.7 + q * 0.3 if seed % 2 else q
+        distance = abs(p - q).sum() / 2
+        count = 3000
+        agreed = np.mean([noise.ranking(p, at, 1) == noise.ranking(q, at, 1) for at in range(count)])
+        assert (1 - distance) / (1 + distance) - 2.5 / count**0.5 < agreed < 1 - distance + 2.5 / count**0.5
