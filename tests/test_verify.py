@@ -100,6 +100,7 @@ def test_the_entropy_tail() -> None:
 def test_a_fit_fails_for_what_is_impossible_and_for_what_is_too_frequent() -> None:
     law = {"a": 0.5, "b": 0.5}
     assert fit({"a": 480, "b": 520}, law, 1e-6).passed
+    assert fit({"a": 1000}, {"a": 1 - 1e-15}, 1e-6).passed  # rounding
     assert not fit({"a": 300, "b": 700}, law, 1e-6).passed
     other = fit({"a": 499, "b": 500, "c": 1}, law, 1e-6)
     assert (other.passed, other.impossible, other.chi_square_p) == (False, 1, 0.0)

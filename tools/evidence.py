@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 T = TypeVar("T", bound=Hashable)
+_ROUNDING = 1e-6  # nats of entropy that sums and products of floats may be off; decides where one outcome is possible
 _LEAST_EXPECTED = 5.0  # cells of the χ² statistic that expect less are merged
 
 
@@ -39,7 +40,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def passed(self) -> bool:
         """Whether chance explains the counts."""
-        within = self.variation <= self.variation_bound and self.entropy <= self.entropy_bound
+        within = self.variation <= self.variation_bound and self.entropy <= self.entropy_bound + _ROUNDING
         return within and not self.impossible
 
 

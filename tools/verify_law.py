@@ -178,7 +178,7 @@ def _problem(case: Case, found: Fit) -> str | None:
     if found.impossible:
         return f"{found.impossible} answers that plain decoding cannot give"
     return (
-        f"answers are not distributed so: total variation {found.variation:.3f} (bound {found.variation_bound:.3f}), "
+        f"another distribution of answers: total variation {found.variation:.3f} (bound {found.variation_bound:.3f}), "
         f"entropy {found.entropy:.0f} (bound {found.entropy_bound:.0f})"
     )
 
