@@ -92,6 +92,9 @@ def test_limits_of_depth_and_nodes() -> None:
     for nodes in range(7):
         assert len(grow_by_rank(StaticShape(MEDUSA), flat, nodes=nodes)) == nodes
         assert len(grow_by_rank(DynamicShape(9), flat, nodes=nodes)) == nodes
+    full = GrowingTree(StaticShape(MEDUSA), 9, 2)
+    full.extend([flat(())], most_probable_ids)
+    assert full.frontier == [], "no pass of the draft for what has no room"
     assert len(grow_by_rank(StaticShape(MEDUSA), flat, depth=0)) == 0
     assert len(grow_by_rank(StaticShape(MEDUSA), flat, nodes=-3)) == 0
 
