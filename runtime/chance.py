@@ -52,7 +52,7 @@ class PositionNoise:
 
     def __init__(self, seed: int | None) -> None:
         self._key = np.random.SeedSequence(seed).generate_state(2, np.uint64)
-        self._noise: dict[int, FloatArray] = {}
+        self._kept: dict[int, FloatArray] = {}
 
     def ranking(self, p: FloatArray, position: int, count: int) -> list[int]:
         """Ids of the `count` smallest E / p, ascending (fewer when p [V] has fewer positive entries).
@@ -60,19 +60,21 @@ class PositionNoise:
         The first is distributed as p; the list as tokens drawn from p one after another without replacement.
         """
         ids = np.flatnonzero(p)
-        arrival = self._of(position, len(p))[ids] / p[ids]
+        with np.errstate(over="ignore"):  # of a probability next to 0: infinitely late
+            arrival = self.noise(position, len(p))[ids] / p[ids]
         if count == 1:
             return [int(ids[arrival.argmin()])]
         return [int(token) for token in ids[np.argsort(arrival, kind="stable")[:count]]]
 
-    def _of(self, position: int, size: int) -> FloatArray:
-        noise = self._noise.get(position)
+    def noise(self, position: int, size: int) -> FloatArray:
+        """The noise of a position [size]; not to be changed."""
+        noise = self._kept.get(position)
         if noise is None or len(noise) != size:
-            if len(self._noise) >= _KEPT_POSITIONS:
-                del self._noise[min(self._noise)]
+            if len(self._kept) >= _KEPT_POSITIONS:
+                del self._kept[next(iter(self._kept))]  # the oldest
             # the low words of the counter count the numbers of one position
             bits = np.random.Philox(key=self._key, counter=np.array([0, 0, 0, position], np.uint64))
-            noise = self._noise[position] = np.random.Generator(bits).standard_exponential(size)
+            noise = self._kept[position] = np.random.Generator(bits).standard_exponential(size)
         return noise
 
 

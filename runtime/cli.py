@@ -15,7 +15,7 @@ from specdec.engines.registry import EngineConfig
 from specdec.runtime.config import SpeculativeConfig
 from specdec.runtime.grammar import StructuredOutputsParams
 from specdec.runtime.llm import LLM, Mode
-from specdec.runtime.params import ACCEPTANCE_RULES, SamplingParams, is_lossless
+from specdec.runtime.params import ACCEPTANCE_RULES, SamplingParams
 
 PROG = "specdec-generate"
 _NUMBERS = (
@@ -79,7 +79,7 @@ def _generate(args: argparse.Namespace) -> int:
         print(json.dumps(report, ensure_ascii=False))
     else:
         print()
-    if not is_lossless(params.acceptance):
+    if not output.stats.lossless:
         print(f"{PROG}: note: {params.acceptance} is lossy: this is not the target's own distribution", file=sys.stderr)
     return 0
 
@@ -128,7 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
     )
-    sampling.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="never say it; repeatable")
+    sampling.add_argument(
+        "--bad-word", action="append", default=[], metavar="TEXT", help="forbid its tokens; repeatable"
+    )
     form = sampling.add_mutually_exclusive_group()
     form.add_argument("--json-schema", metavar="FILE", help="the answer is JSON of this schema")
     form.add_argument("--regex", metavar="PATTERN", help="the answer matches this regular expression")

@@ -36,9 +36,15 @@ class SpeculativeConfig:
             if self.tree not in ("chain", "dynamic"):
                 raise RequestError(f"tree must be chain, dynamic or a list of paths, not {self.tree!r}")
         else:
+            if not _is_paths(self.tree):
+                raise RequestError(f"tree must be chain, dynamic or a list of paths of ranks, not {self.tree!r}")
             StaticShape(self.tree)
             if self.num_speculative_tokens is not None:
                 raise RequestError("num_speculative_tokens and a list of paths both size the tree: give one of them")
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            value = getattr(self, name)
+            if not _whole(value) and not (value is None and name == "num_speculative_tokens"):
+                raise RequestError(f"{name} must be a whole number, not {value!r}")
         if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
             raise RequestError(
                 f"num_speculative_tokens must be at least 1, not {self.num_speculative_tokens} (method None is plain)"
@@ -60,3 +66,17 @@ class SpeculativeConfig:
         if self.tree == "chain":
             return StaticShape.chain(count)
         return DynamicShape(count) if self.tree == "dynamic" else StaticShape(self.tree)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_paths(tree: object) -> bool:
+    """Whether `tree` is a list of lists of whole numbers, none of them empty."""
+    lists = (list, tuple)
+    return (
+        isinstance(tree, lists)
+        and bool(tree)
+        and all(isinstance(path, lists) and path and all(map(_whole, path)) for path in tree)
+    )

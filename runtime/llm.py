@@ -112,7 +112,8 @@ class LLM:
         """Generate for one prompt or a list of prompts (text or token ids); a list runs as one batch.
 
         `params` holds for all prompts, or is a list with one for each. Returns the outputs in the order of the prompts.
-        Raises `RequestError` for an invalid prompt or parameter, before any work.
+        Raises `RequestError` for an invalid prompt or parameter, before any work; `DeadEndError` (a request whose terms
+        leave no token possible) and `EngineError` end the whole call.
         """
         batch = _as_batch(prompts)
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
@@ -230,7 +231,7 @@ class LLM:
             )
         structured = params.structured_outputs
         return Row(
-            tuple(tokens),
+            tuple(map(int, tokens)),
             params,
             self.text.stream(params.stop),
             frozenset(self.manifest.tokenizer.eos_token_ids),

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from specdec.engines.errors import RequestError
 from specdec.runtime.grammar import StructuredOutputsParams
 
@@ -38,10 +36,12 @@ class SamplingParams:
 
     Terms. `repetition_penalty` (Keskar et al., arXiv:1909.05858; 1 is off) counts prompt and answer;
     `presence_penalty` and `frequency_penalty` (OpenAI's definition; 0 is off) the answer only. `logit_bias` adds to the
-    logits of token ids. `bad_words` never occur (texts, or sequences of token ids); `allowed_token_ids`: no others
-    occur. `structured_outputs`: the answer is of a JSON schema, regular expression, choice or grammar.
+    logits of token ids. `bad_words`: token sequences that never occur; a text stands for the tokenizer's own sequences
+    of it, at a start and after a space. `allowed_token_ids`: no others occur. `structured_outputs`: the answer is of a
+    JSON schema, regular expression, choice or grammar.
 
-    Ends. No end token before `min_new_tokens`, or ever with `ignore_eos`; `stop` texts end the answer before them.
+    Ends. No end token occurs before `min_new_tokens`; with `ignore_eos` none ends the answer; `stop` texts end it
+    before them.
     `logprobs` n returns each token's log-probability and the n most probable ones'.
     """
 
@@ -54,7 +54,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     structured_outputs: StructuredOutputsParams | None = None
@@ -77,7 +77,7 @@ class SamplingParams:
             (self.min_new_tokens >= 0, "min_new_tokens", "0 or more"),
             (self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", f"at most max_new_tokens "
              f"({self.max_new_tokens})"),
-            (np.isfinite(self.temperature) and self.temperature >= 0, "temperature", "0 (greedy) or more"),
+            (0 <= self.temperature <= 1e6, "temperature", "0 (greedy) or more, at most 1e6"),
             (self.top_k >= 0, "top_k", "0 (off) or more"),
             (0 <= self.top_p <= 1, "top_p", "between 0 (the most probable token) and 1 (off)"),
             (0 <= self.min_p <= 1, "min_p", "between 0 and 1"),
@@ -91,7 +91,8 @@ class SamplingParams:
              and all(map(_whole, self.allowed_token_ids))), "allowed_token_ids", "a tuple of token ids, not empty"),
             (self.seed is None or self.seed >= 0, "seed", "0 or more"),
             (self.acceptance in ACCEPTANCE_RULES, "acceptance", f"one of {', '.join(ACCEPTANCE_RULES)}"),
-            (isinstance(self.stop, tuple) and all(self.stop), "stop", "a tuple of strings that are not empty"),
+            (isinstance(self.stop, tuple) and all(stop and isinstance(stop, str) for stop in self.stop), "stop",
+             "a tuple of strings that are not empty"),
             (self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more"),
             (not (self.ignore_eos and self.structured_outputs), "ignore_eos", "False with structured_outputs, whose "
              "end is an end token"),
@@ -99,6 +100,8 @@ class SamplingParams:
         for valid, name, rule in checks:
             if not valid:
                 raise RequestError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller may change its own
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `RequestError` when a token id or count exceeds the model's vocabulary."""

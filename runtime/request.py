@@ -26,7 +26,7 @@ class Stats:
     `rounds`: target passes after the prompt. `bonus_tokens`: those that the target added itself, at most one a round.
     Times are milliseconds of wall clock. `ttft_ms` runs from submission to the first token. Rounds split into target
     engine, drafting, and host (packing, sampling, acceptance, text); rows of a batch share them. `acceptance` is the
-    rule that verified sampled drafts, `lossless` whether it keeps the target's distribution.
+    rule that sampled drafts are verified by, `lossless` whether the text is distributed as the target's own.
     """
 
     prompt_tokens: int = 0
@@ -41,11 +41,7 @@ class Stats:
     draft_ms: float = 0.0
     host_ms: float = 0.0
     acceptance: Acceptance = "block"
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the text is distributed as the target's own."""
-        return is_lossless(self.acceptance)
+    lossless: bool = True
 
     @property
     def mean_accepted_length(self) -> float:
@@ -116,6 +112,7 @@ class Row:
         self.dice = RandomDice(self.params.seed)
         self.noise = PositionNoise(self.params.seed) if self.params.acceptance == "coupled" else None
         self.stats.prompt_tokens, self.stats.acceptance = len(self.prompt), self.params.acceptance
+        self.stats.lossless = self.params.temperature == 0 or is_lossless(self.params.acceptance)
 
     @property
     def pending(self) -> int:
@@ -132,6 +129,10 @@ class Row:
         if self.noise is not None:
             return self.noise.ranking(q, position, count)
         return draw_without_replacement(q, count, self.dice)
+
+    def ends_in(self, draft: Sequence[int]) -> bool:
+        """Whether the answer would have ended within `draft`."""
+        return not self.params.ignore_eos and not self.eos_token_ids.isdisjoint(draft)
 
     def permitted(self, draft: list[int]) -> list[int]:
         """The beginning of a deterministic `draft` that the request's grammar allows."""

@@ -6,15 +6,20 @@ knows no engine, no tokenizer and no file.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from functools import cache
 from time import perf_counter
+from typing import TypeVar
 
 from specdec.engines.contract import FloatArray
+from specdec.engines.errors import DeadEndError
 from specdec.runtime.accept import Accepted, accept_block, accept_matching, accept_tokens, accept_typical
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.kv import CachedModel
 from specdec.runtime.request import Row
-from specdec.runtime.tree import TokenTree
+from specdec.runtime.tree import ROOT, TokenTree
+
+T = TypeVar("T")
 
 
 class Scheduler:
@@ -93,28 +98,46 @@ class Scheduler:
 def accept(row: Row, tree: TokenTree, logits: FloatArray) -> Accepted:
     """Decide which path of `tree` is kept and what follows it, by the request's own pipeline and rule.
 
-    logits [1 + len(tree), V]: after the pending token and after every node. On a tree that branches, or that holds
-    deterministic tokens, the rule `block` is the rule `token`.
+    logits [1 + len(tree), V]: after the pending token and after every node. `block` is for drafters that make chains
+    only: a rule that is chosen by what was drawn (this tree happens to be a chain) would bias the text; elsewhere it is
+    the rule `token`. What lies behind an end token or a dead end is never emitted: any distribution does there.
+    Raises `DeadEndError` when the text, not only a draft, comes to a position where no token is possible.
     """
+    pipeline, dead = row.pipeline, dict[int, DeadEndError]()
+
+    def asked(node: int, ask: Callable[[FloatArray, Sequence[int]], T]) -> T | None:
+        """What the pipeline says after `node`; None where no text goes on."""
+        draft = tree.text(node)
+        if row.ends_in(draft):
+            return None
+        try:
+            return ask(logits[node + 1], row.tokens + draft)
+        except DeadEndError as exc:
+            if node == ROOT:
+                raise
+            dead[node] = exc
+            return None
 
     @cache
     def p(node: int) -> FloatArray:
-        return row.pipeline.probabilities(logits[node + 1], row.tokens + tree.text(node))
+        found = asked(node, pipeline.probabilities)
+        return p(tree.parents[node]) if found is None else found
 
-    def best(node: int) -> int:
-        return row.pipeline.best(logits[node + 1], row.tokens + tree.text(node))
-
-    def coupled(node: int) -> int:
-        history = row.tokens + tree.text(node)
-        return row.draw(row.pipeline.probabilities(logits[node + 1], history), 1, len(history))[0]
+    def coupled(logits: FloatArray, history: Sequence[int]) -> int:
+        return row.draw(pipeline.probabilities(logits, history), 1, len(history))[0]
 
     rule = row.params.acceptance
     if row.params.temperature == 0:
-        return accept_matching(tree, best)
-    if rule == "coupled":
-        return accept_matching(tree, coupled)
-    if rule == "lossy-typical":
-        return accept_typical(tree, p, row.dice)
-    if rule == "block" and tree.is_chain and tree.is_sampled:
-        return accept_block(tree, p, row.dice)
-    return accept_tokens(tree, p, row.dice)
+        accepted = accept_matching(tree, lambda node: asked(node, pipeline.best) or 0)
+    elif rule == "coupled":
+        accepted = accept_matching(tree, lambda node: asked(node, coupled) or 0)
+    elif rule == "lossy-typical":
+        accepted = accept_typical(tree, p, row.dice)
+    elif rule == "block" and tree.linear and tree.is_sampled:
+        accepted = accept_block(tree, p, row.dice)
+    else:
+        accepted = accept_tokens(tree, p, row.dice)
+    for node in accepted.path:
+        if node in dead:
+            raise dead[node]
+    return accepted

@@ -49,11 +49,13 @@ class TextCodec:
         """Token sequences of `words`: a text is written as at the start of a line, and as after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
-            texts = (word, " " + word.lstrip(" ")) if isinstance(word, str) else ()
-            for sequence in (tuple(self.encode(text, special=False)) for text in texts):
-                found[sequence] = None
-            if not isinstance(word, str):
-                found[word] = None
+            if isinstance(word, str):
+                sequences = [tuple(self.encode(text, special=False)) for text in (word, " " + word.lstrip(" "))]
+            else:
+                sequences = [word]
+            if not all(sequences):
+                raise RequestError(f"bad_words: the tokenizer has no tokens for {word!r}")
+            found |= dict.fromkeys(sequences)
         return tuple(found)
 
     def decode(self, ids: Sequence[int]) -> str:

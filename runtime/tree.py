@@ -19,12 +19,13 @@ class TokenTree:
 
     parents[i] is the index of node i's parent, ROOT for the pending token. q[i] [V] is the distribution that node i's
     token was drawn from (siblings: one after another without replacement, in their order); q[i] None says that it was
-    chosen deterministically, and q None says so of all.
+    chosen deterministically, and q None says so of all. `linear`: its drafter makes chains only, whatever it draws.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     q: tuple[FloatArray | None, ...] | None = None
+    linear: bool = False
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents) or (self.q is not None and len(self.q) != len(self.tokens)):
@@ -34,8 +35,9 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int], q: Sequence[FloatArray] | None = None) -> "TokenTree":
-        """Return the tree with one branch."""
-        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)), None if q is None else tuple(q))
+        """Return the tree of a drafter that makes chains only."""
+        parents = tuple(range(-1, len(tokens) - 1))
+        return cls(tuple(tokens), parents, None if q is None else tuple(q), linear=True)
 
     @classmethod
     def merge(cls, chains: Sequence[Sequence[int]], limit: int) -> "TokenTree":

@@ -38,6 +38,7 @@ PROPOSALS = GROWTH + "test_proposals_are_those_of_the_drafts_definition"
 GREEDY_TREES = GROWTH + "test_greedy_trees_give_the_targets_own_text"
 OWN_DRAFT = GROWTH + "test_the_target_as_its_own_draft_is_accepted_to_the_last_token"
 GENERATIONS = GROWTH + "test_generations_are_distributed_as_plain_decoding"
+TERMS = ("repetition", "presence", "frequency", "bad words", "least length", "grammar")
 
 
 class Mutant(NamedTuple):
@@ -128,7 +129,18 @@ MUTANTS = (
            "rest if rest.any() else p(kept - 1)", "rest",
            (ACCEPT + "test_a_residual_that_underflows_gives_a_token_of_p",)),
     Mutant("block rule on trees", "which rule verifies what", "scheduler.py",
-           "tree.is_chain and tree.is_sampled", "tree.is_sampled", (REQUESTS + "[none-tree]",)),
+           "tree.linear and tree.is_sampled", "tree.is_sampled", (REQUESTS + "[none-tree]",)),
+    Mutant("block where a tree became a chain", "what was drawn chooses the rule", "scheduler.py",
+           "tree.linear and tree.is_sampled", "tree.is_chain and tree.is_sampled",
+           (ACCEPT + "test_the_rule_does_not_depend_on_what_the_tree_became[block]",)),
+    Mutant("dead ends of drafts are errors", "requests that plain decoding would answer", "scheduler.py",
+           "            dead[node] = exc\n            return None\n", "            raise\n",
+           (ACCEPT + "test_a_dead_end_is_an_error_only_where_the_text_goes[block]",)),
+    Mutant("dead ends are passed over", "the text goes on where it cannot", "scheduler.py",
+           "        if node in dead:\n            raise dead[node]\n", "        pass\n",
+           (ACCEPT + "test_a_dead_end_is_an_error_only_where_the_text_goes",)),
+    Mutant("drafts are asked about beyond the end", "errors and work behind an end token", "scheduler.py",
+           "if row.ends_in(draft):", "if False:", (ACCEPT + "test_nothing_is_asked_behind_an_end_token",)),
     Mutant("block rule on mixed chains", "which rule verifies what", "tree.py",
            "all(q is not None for q in self.q or ())", "any(q is not None for q in self.q or ())",
            (ACCEPT + "test_requests_with_mixed_drafts",)),
@@ -136,8 +148,6 @@ MUTANTS = (
     Mutant("first child always kept", "greedy and coupled text", "accept.py",
            "for child in tree.children(node) if tree.tokens[child] == token)", "for child in tree.children(node))",
            (ACCEPT + "test_greedy_keeps_the_path_of_argmaxes", GREEDY, COUPLED)),
-    Mutant("greedy: bonus from the wrong row", "greedy text", "scheduler.py",
-           "row.pipeline.best(logits[node + 1]", "row.pipeline.best(logits[node]", (GREEDY, GREEDY_TREES)),
     Mutant("greedy divides by the temperature", "ties are drawn", "sampling.py",
            "if params.temperature == 0:", "if False:",
            (ACCEPT + "test_a_greedy_tie_goes_to_the_first_token_and_is_never_drawn",)),
@@ -148,20 +158,12 @@ MUTANTS = (
            (ACCEPT + "test_only_typical_acceptance_is_called_lossy",)),
     # Histories, rows of logits, the pipeline
     Mutant("history without the draft's tokens", "every term that depends on history", "scheduler.py",
-           "row.pipeline.probabilities(logits[node + 1], row.tokens + tree.text(node))",
-           "row.pipeline.probabilities(logits[node + 1], row.tokens)",
-           tuple(f"{REQUESTS}[{terms}-{draft}]" for draft in ("chain", "deterministic tree") for terms in
-                 ("repetition", "presence", "frequency", "bad words", "least length", "grammar"))),
-    Mutant("greedy: history without the draft's tokens", "every term that depends on history", "scheduler.py",
-           "row.pipeline.best(logits[node + 1], row.tokens + tree.text(node))",
-           "row.pipeline.best(logits[node + 1], row.tokens)",
-           (*(f"{GREEDY}[{terms}-tree]" for terms in
-              ("repetition", "presence", "frequency", "bad words", "least length", "grammar")), GREEDY_TREES)),
-    Mutant("coupled: history without the draft's tokens", "penalties; noise of another position", "scheduler.py",
-           "history = row.tokens + tree.text(node)", "history = row.tokens", (COUPLED,)),
+           "ask(logits[node + 1], row.tokens + draft)", "ask(logits[node + 1], row.tokens)",
+           (*(f"{REQUESTS}[{terms}-{draft}]" for draft in ("chain", "deterministic tree") for terms in TERMS),
+            *(f"{GREEDY}[{terms}-tree]" for terms in TERMS), GREEDY_TREES, COUPLED)),
     Mutant("bonus from the wrong row", "p after another node", "scheduler.py",
-           "row.pipeline.probabilities(logits[node + 1], row", "row.pipeline.probabilities(logits[node], row",
-           (REQUESTS, ACCEPT + "test_requests_in_floating_point")),
+           "ask(logits[node + 1], row", "ask(logits[node], row",
+           (REQUESTS, ACCEPT + "test_requests_in_floating_point", GREEDY, GREEDY_TREES)),
     Mutant("penalties of the prompt alone", "presence and frequency of the answer", "sampling.py",
            "generated = history[self._prompt_length :]", "generated = history[: self._prompt_length]",
            (ACCEPT + "test_history_matters_in_every_case_that_is_about_it",)),
@@ -173,7 +175,7 @@ MUTANTS = (
            "drafters/model.py", "return row.pipeline.probabilities(known, history)", "return softmax(known)",
            (PROPOSALS, OWN_DRAFT)),
     Mutant("draft's history without its own tokens", "the draft misses what the request asks for", "drafters/model.py",
-           "return row.tokens + path[::-1]", "return list(row.tokens)", (PROPOSALS, OWN_DRAFT)),
+           "row.tokens + tree.text(node) for", "list(row.tokens) for", (PROPOSALS, OWN_DRAFT)),
     Mutant("draft's logits of another node", "children hang below the wrong node", "drafters/model.py",
            "logits[node - first]", "logits[0]", (PROPOSALS + "[other draft-medusa-greedy]",)),
     # Coupled sampling

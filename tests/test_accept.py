@@ -13,8 +13,9 @@ from functools import cache
 import numpy as np
 import pytest
 
+from specdec.engines.errors import DeadEndError
 from specdec.runtime.accept import Accepted, accept_block, accept_matching, accept_tokens, accept_typical
-from specdec.runtime.chance import RandomDice, draw_without_replacement
+from specdec.runtime.chance import Dice, RandomDice, draw_without_replacement
 from specdec.runtime.drafters.growth import DynamicShape, Shape, StaticShape
 from specdec.runtime.drafters.model import most_probable_ids
 from specdec.runtime.params import ACCEPTANCE_RULES, SamplingParams, is_lossless
@@ -121,7 +122,8 @@ def mixed(shape: str, draft: Model, seed: int) -> Propose:
             nodes[path] = len(tokens)
             tokens.append(token)
             parents.append(parent)
-        return TokenTree(tuple(tokens), tuple(parents), tuple(q))
+        linear = max(path[-1] for path in paths) == 0
+        return TokenTree(tuple(tokens), tuple(parents), tuple(q), linear)
 
     return propose
 
@@ -153,6 +155,109 @@ def test_tree_drawn_without_replacement_of_four_tokens(shape: str, kind: str) ->
     target, draft = pair(kind, 4, 4)
     propose = growth(StaticShape(SHAPES[shape]), draft)
     assert emitted(propose, accept_tokens, target, length) == plain(target, length)
+
+
+class Exactly:
+    """A request whose pipeline gives the fractions of a model; stands in for a row."""
+
+    def __init__(self, target: Model, acceptance: str, dice: Dice, ends: frozenset[int] = frozenset()) -> None:
+        self.params = SamplingParams(temperature=1.0, acceptance=acceptance)
+        self.tokens, self.dice, self.pipeline = [], dice, self
+        self._target, self._ends = target, ends
+
+    def probabilities(self, logits: np.ndarray, history: list[int]) -> Distribution:
+        return self._target(tuple(history))
+
+    def ends_in(self, draft: list[int]) -> bool:
+        return not self._ends.isdisjoint(draft)
+
+
+def dispatched(acceptance: str, target: Model, vocab: int) -> Rule:
+    """What the scheduler makes of a rule's name."""
+
+    def rule(tree: TokenTree, p: object, dice: Dice) -> Accepted:
+        return accept(Exactly(target, acceptance, dice), tree, np.zeros((1 + len(tree), vocab)))
+
+    return rule
+
+
+def by_context(table: dict[Context, list[int]]) -> Model:
+    """Weights by the longest key that begins the context."""
+
+    def model(context: Context) -> Distribution:
+        weights = next(table[context[:n]] for n in range(len(context), -1, -1) if context[:n] in table)
+        return np.array([Fraction(weight, sum(weights)) for weight in weights], object)
+
+    return model
+
+
+@pytest.mark.parametrize("acceptance", ["block", "token"])
+def test_the_rule_does_not_depend_on_what_the_tree_became(acceptance: str) -> None:
+    """Trees that come out as a chain only after some draws: a rule of their own would bias the text."""
+    second = [[95, 5, 0], [30, 30, 40], [30, 30, 40]]
+    target = by_context({(): [20, 40, 40]} | {(x,): w for x, w in enumerate(second)} | {(x, y): [30, 40, 30]
+                        for x in range(3) for y in range(3)})  # fmt: skip
+    draft = by_context({(): [50, 50, 0]} | {(x, 0): [1, 0, 0] for x in range(3)})
+    shape = StaticShape([[0], [0, 0], [0, 0, 0], [0, 0, 1]])
+    assert emitted(growth(shape, draft), dispatched(acceptance, target, 3), target, 4) == plain(target, 4)
+
+    target = by_context({(): [40, 30, 30], (0,): [99, 1, 0], (1,): [10, 20, 70], (2,): [10, 20, 70]}
+                        | {(x, y): [30, 40, 30] for x in range(3) for y in range(3)})  # fmt: skip
+    draft = by_context({(): [96, 2, 2]} | {(x,): [90, 5, 5] for x in range(3)} | {(x, y): [50, 49, 1]
+                       for x in range(3) for y in range(3)})  # fmt: skip
+    propose = growth(DynamicShape(4), draft)
+    assert emitted(propose, dispatched(acceptance, target, 3), target, 3) == plain(target, 3)
+
+
+@pytest.mark.parametrize("acceptance", ["block", "token", "coupled"])
+def test_a_dead_end_is_an_error_only_where_the_text_goes(acceptance: str) -> None:
+    """The draft likes a token that leads nowhere; the target comes there as seldom as without a draft."""
+    first = by_context({(): [1, 30, 69]})
+    draft = by_context({(): [8, 1, 1]})
+
+    def target(context: Context) -> Distribution:
+        if context[:1] == (0,):
+            raise DeadEndError("nowhere to go")
+        return first(context)
+
+    def rule(tree: TokenTree, p: object, dice: Dice) -> Accepted:
+        if acceptance == "coupled":
+            request = Exactly(target, acceptance, dice)
+            request.draw = lambda p, count, position: [dice.draw(p)]
+            decide = lambda: accept(request, tree, np.zeros((1 + len(tree), 3)))  # noqa: E731
+        else:
+            decide = lambda: dispatched(acceptance, target, 3)(tree, p, dice)  # noqa: E731
+        try:
+            accepted = decide()
+        except DeadEndError:
+            return Accepted((), 0)  # token 0 was kept, and nothing can follow
+        assert not accepted.path or tree.tokens[accepted.path[0]] != 0
+        return accepted
+
+    for depth in (1, 2, 3):
+        assert emitted(growth(StaticShape.chain(depth), draft), rule, first, 1) == plain(first, 1)
+
+
+@pytest.mark.parametrize("acceptance", ["block", "token"])
+def test_nothing_is_asked_behind_an_end_token(acceptance: str) -> None:
+    target = by_context({(): [30, 30, 40]})
+
+    def beyond(context: Context) -> Distribution:
+        assert 0 not in context
+        return target(context)
+
+    def rule(tree: TokenTree, p: object, dice: Dice) -> Accepted:
+        return accept(Exactly(beyond, acceptance, dice, ends=frozenset({0})), tree, np.zeros((1 + len(tree), 3)))
+
+    def until_end(joint: Joint) -> Joint:
+        cut: Joint = defaultdict(Fraction)
+        for text, chance in joint.items():
+            cut[text[: text.index(0) + 1] if 0 in text else text] += chance
+        return cut
+
+    draft = by_context({(): [60, 30, 10]})
+    for propose in (growth(StaticShape.chain(3), draft), growth(StaticShape(SHAPES["medusa"]), draft)):
+        assert until_end(emitted(propose, rule, target, 3)) == until_end(plain(target, 3))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -159,7 +159,7 @@ def test_the_first_of_a_list_is_the_token_that_is_asked_for_alone() -> None:
 
 
 def numbers(noise: PositionNoise, position: int, size: int) -> list[float]:
-    return noise._of(position, size).tolist()
+    return noise.noise(position, size).tolist()
 
 
 def test_noise_is_a_function_of_seed_and_position_alone() -> None:
@@ -173,8 +173,8 @@ def test_noise_is_a_function_of_seed_and_position_alone() -> None:
 
 def test_noise_follows_the_size_of_the_vocabulary() -> None:
     noise = PositionNoise(1)
-    assert len(noise._of(3, 5)) == 5
-    assert len(noise._of(3, 8)) == 8
+    assert len(noise.noise(3, 5)) == 5
+    assert len(noise.noise(3, 8)) == 8
     assert numbers(noise, 3, 5) == numbers(PositionNoise(1), 3, 5)
 
 
@@ -190,7 +190,7 @@ def test_positions_and_seeds_share_no_number() -> None:
 def test_noise_is_exponential() -> None:
     from scipy.stats import ks_1samp
 
-    noise = np.concatenate([PositionNoise(0)._of(position, 1000) for position in range(20)])
+    noise = np.concatenate([PositionNoise(0).noise(position, 1000) for position in range(20)])
     assert ks_1samp(noise, lambda x: 1 - np.exp(-x)).pvalue > 1e-4
 
 

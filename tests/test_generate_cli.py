@@ -132,7 +132,7 @@ def test_terms_reach_the_sampler(capsys: pytest.CaptureFixture[str]) -> None:
         (["--regex", "a", "--grammar", "b"], "not allowed with argument"),
         (["--acceptance", "typical"], "invalid choice: 'typical'"),
         (["--min-new-tokens", "200"], "min_new_tokens must be at most max_new_tokens (128), not 200"),
-        (["--temperature", "-1"], "temperature must be 0 (greedy) or more, not -1.0"),
+        (["--temperature", "-1"], "temperature must be 0 (greedy) or more, at most 1e6, not -1.0"),
         (["--top-p", "2"], "top_p must be between 0 (the most probable token) and 1 (off), not 2.0"),
         (["--max-new-tokens", "x"], "argument --max-new-tokens: invalid int value: 'x'"),
         (["--num-speculative-tokens", "0"], "num_speculative_tokens must be at least 1"),

@@ -229,6 +229,11 @@ def test_texts_and_token_ids_do_not_mix(plain: LLM) -> None:
     assert plain.generate(np.array([1, 2]), params())[0].token_ids == plain.generate([1, 2], params())[0].token_ids
 
 
+def test_answers_are_plain_integers(llm: LLM) -> None:
+    [output] = llm.generate([np.array([40, 41, 42, 43] * 4)], params())
+    assert json.loads(json.dumps(output.token_ids)) == list(output.token_ids)
+
+
 def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
     each = [params(temperature=1.0, seed=5, max_new_tokens=9), params(max_new_tokens=4)]
     outputs = llm.generate(PROMPTS[:2], each)
@@ -271,6 +276,11 @@ def test_options_that_the_bundle_lacks_are_named(options: dict, message: str) ->
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1"),
         ({"tree": "wide"}, "tree must be chain, dynamic or a list of paths, not 'wide'"),
         ({"tree": [[0], [1, 0]]}, r"the tree has the path \[1, 0\] without its parent"),
+        ({"tree": None}, "tree must be chain, dynamic or a list of paths of ranks, not None"),
+        ({"tree": [1, 2]}, "list of paths of ranks"),
+        ({"tree": [["a"]]}, "list of paths of ranks"),
+        ({"tree": []}, "list of paths of ranks"),
+        ({"num_speculative_tokens": 2.5}, "num_speculative_tokens must be a whole number, not 2.5"),
         ({"tree": [[1]]}, r"the path \[1\] without its parent or a sibling of lower rank"),
         ({"tree": [[0]], "num_speculative_tokens": 3}, "both size the tree: give one"),
         ({"draft_sample_method": "beam"}, "draft_sample_method must be probabilistic or greedy, not 'beam'"),

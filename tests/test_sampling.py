@@ -1,6 +1,7 @@
 """The pipeline against transformers' processors, and the properties that acceptance relies on."""
 
 import itertools
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -264,6 +265,8 @@ def test_greedy_logprob_is_at_temperature_one() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"temperature": float("nan")}, "temperature must be 0"),
+        ({"temperature": 1e39}, "temperature must be 0 .* at most 1e6"),
+        ({"stop": (1,)}, "stop must be a tuple"),
         ({"top_k": -1}, "top_k must be 0"),
         ({"top_p": -0.1}, "top_p must be between 0"),
         ({"top_p": 1.5}, "top_p must be between 0"),
@@ -315,6 +318,23 @@ def test_parameters_outside_the_vocabulary_are_refused() -> None:
         SamplingParams(bad_words=("text", (1, -1))).check_vocabulary(8)
     with pytest.raises(RequestError, match="logprobs 9 exceeds"):
         SamplingParams(logprobs=9).check_vocabulary(8)
+
+
+def test_parameters_belong_to_the_request() -> None:
+    bias = {5: 1.0}
+    params = SamplingParams(logit_bias=bias, temperature=Fraction(1, 2))
+    bias[6] = 2.0
+    assert params.logit_bias == {5: 1.0}
+    assert hash(params) == hash(SamplingParams(logit_bias={5: 1.0}, temperature=0.5))
+    assert probabilities(logits(), [], params).argmax() == logits().argmax()
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_most_probable_of_few_positive_entries(count: int) -> None:
+    p = np.zeros(VOCAB)
+    p[[7, 2000, 30, 8]] = [0.2, 0.4, 0.2, 0.2]
+    assert most_probable(p, count).tolist() == [2000, 7, 8, 30, 0, 1, 2][:count]
+    assert most_probable(-p, 1).tolist() == [0]
 
 
 def test_unknown_parameters_are_refused() -> None:

@@ -299,6 +299,7 @@ def test_lossy_acceptance_says_so_in_its_statistics() -> None:
     assert len(row.tokens) == 23
     assert row.stats.as_dict()["acceptance"] == "lossy-typical"
     assert row.stats.as_dict()["lossless"] is False
+    assert make_row([1], acceptance="lossy-typical").stats.lossless, "greedy is greedy"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -122,7 +122,8 @@ def _verified(
     elif looked_up:
         yield from ((rule, "looked up") for rule in (rules if (tree, setting) == _SETTINGS[2] else other))
     else:
-        yield from ((rule, "sampled") for rule in (rules if tree == "chain" else other))
+        every = tree == "chain" or (tree, setting) == _SETTINGS[3]  # a tree may come out as a chain
+        yield from ((rule, "sampled") for rule in (rules if every else other))
         if (tree, setting) != _SETTINGS[2]:
             yield other[0], "ranked"
 

@@ -174,15 +174,18 @@ class Texts:
     def _rescore(self, kind: Kind, plain: Answers) -> Answers:
         """Logits behind plain decoding's tokens, each text in one pass: nothing of the runtime takes part."""
         spec, bits = self._engine.spec, dict[Text, bytes]()
-        tokens = []
+        tokens: list[Text] = []
         for prompt, answer in zip(self._prompts[kind], plain.tokens, strict=True):
             text = (*prompt, *answer)
             kv = self._engine.allocate(1, len(text) + LEAST_WIDTH)
             inputs = [RowInput(text[:-1], len(answer))]
             (scored,) = self._engine.step(pack(inputs, np.zeros(1, np.int64), LEAST_WIDTH, spec.max_length), kv)
+            chosen = []
             for index, logits in enumerate(scored[:, : spec.vocab_size]):
-                bits[text[: len(prompt) + index]] = _digest(logits)
-            tokens.append(tuple(scored[:, : spec.vocab_size].argmax(axis=1).tolist()) if kind == "greedy" else answer)
+                history = text[: len(prompt) + index]
+                bits[history] = _digest(logits)
+                chosen.append(int(self._scores(kind, len(tokens), history, logits).argmax()))
+            tokens.append(tuple(chosen))
         return Answers(tokens, plain.logprobs, bits)
 
     def _differences(self, run: Run, plain: Answers, found: Answers, *, exact: bool) -> tuple[int, str | None]:
@@ -213,21 +216,26 @@ class Texts:
 
         def watch(tokens: Sequence[int], logits: FloatArray) -> None:
             if len(tokens) == len(history):
-                caught[tuple(tokens)] = logits.astype(np.float64)
+                caught[tuple(tokens)] = logits.copy()
 
         llm = self._open(run)
         llm.watch = watch
         prompt = self._prompts[kind][index]
         llm.generate([prompt], self._params(kind, index, len(history) - len(prompt) + 1))
-        scores = caught[history]
-        if kind == "coupled":
-            scores = scores - np.log(PositionNoise(self._seed + index)._of(len(history), len(scores)))
+        scores = self._scores(kind, index, history, caught[history])
         return float(scores[right] - scores[other])
+
+    def _scores(self, kind: Kind, index: int, history: Text, logits: FloatArray) -> FloatArray:
+        """What plain decoding of prompt `index` takes the argmax of: float64 [V]."""
+        scores = logits.astype(np.float64)
+        if kind == "coupled":
+            scores -= np.log(PositionNoise(self._seed + index).noise(len(history), len(scores)))
+        return scores
 
 
 def is_tie(gap: float, noise: float) -> bool:
     """Whether two scores this far apart may change places when each of them moves by `noise` at most."""
-    return gap < 2 * noise
+    return abs(gap) < 2 * noise
 
 
 def text_runs(

@@ -18,7 +18,12 @@ _FLOOR = 0.05  # confidence, as a probability of being reached, below which a dy
 
 
 class Shape(Protocol):
-    """How many children nodes get."""
+    """How many children nodes get. `linear`: one at most, whatever is drawn."""
+
+    @property
+    def linear(self) -> bool:
+        """Whether trees of this shape are always chains."""
+        ...
 
     def parents(self, level: Sequence[Ranks], confidence: Sequence[float], grown: int) -> list[int]:
         """Return the indices of the nodes of `level` that may get children; `grown` nodes are there already."""
@@ -50,6 +55,7 @@ class StaticShape:
         self._children: dict[Ranks, int] = {}
         for path in paths:
             self._children[path[:-1]] = max(self._children.get(path[:-1], 0), path[-1] + 1)
+        self.linear = all(count == 1 for count in self._children.values())
 
     @classmethod
     def chain(cls, length: int) -> "StaticShape":
@@ -75,6 +81,8 @@ class DynamicShape:
     confident nodes at the end: that is lossless for deterministic children only, so here nothing is dropped.
     """
 
+    linear = False
+
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
         self._width = max(1, round(nodes**0.5))
@@ -91,12 +99,12 @@ class DynamicShape:
         """See `Shape.counts`."""
         room = min(self._width, self.nodes - grown)
         candidates = [
-            (above * float(weights[token]), -index)
+            (-above * float(weights[token]), index)
             for index, (above, weights) in enumerate(zip(confidence, q, strict=True))
             for token in most_probable(weights, room)
         ]
-        best = [index for value, index in sorted(candidates, reverse=True)[:room] if value >= _FLOOR]
-        return [best.count(-index) for index in range(len(chosen))]
+        best = [index for value, index in sorted(candidates)[:room] if -value >= _FLOOR]
+        return [best.count(index) for index in range(len(chosen))]
 
 
 class GrowingTree:
@@ -147,5 +155,10 @@ class GrowingTree:
 
     def tree(self, *, sampled: bool) -> TokenTree:
         """Return the proposal; `sampled`: the tokens were drawn from q, not chosen by rank."""
-        made = TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self._q) if sampled else None)
+        q = tuple(self._q) if sampled else None
+        made = TokenTree(tuple(self.tokens), tuple(self.parents), q, linear=self._shape.linear)
         return made if made.is_chain else made.first_branch_first()
+
+    def text(self, node: int) -> list[int]:
+        """Tokens from the first level down to `node`."""
+        return [*self.text(self.parents[node]), self.tokens[node]] if node != ROOT else []

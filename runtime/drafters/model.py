@@ -98,7 +98,7 @@ class ModelDrafter:
         elif len(feed.tokens) == 1 and first == self._drafted[index]:  # a chain so far
             self._model.commit(index, range(1))
             self._drafted[index] += 1
-        histories = [self._history(row, tree, node) for node in tree.frontier]
+        histories = [row.tokens + tree.text(node) for node in tree.frontier]
         q = [
             self._distribution(row, logits[node - first], history)
             for node, history in zip(tree.frontier, histories, strict=True)
@@ -116,14 +116,6 @@ class ModelDrafter:
             return row.pipeline.probabilities(known, history)
         except DeadEndError:  # the target, which knows more ids, decides whether it is one
             return np.zeros(self._vocab_size)
-
-    @staticmethod
-    def _history(row: Row, tree: GrowingTree, node: int) -> list[int]:
-        path: list[int] = []
-        while node != ROOT:
-            path.append(tree.tokens[node])
-            node = tree.parents[node]
-        return row.tokens + path[::-1]
 
 
 def most_probable_ids(q: FloatArray, count: int) -> list[int]:
