@@ -159,7 +159,7 @@ def most_probable(p: FloatArray, count: int) -> IntArray:
     count = min(count, len(p))
     if count <= 0:
         return np.empty(0, np.int64)
-    candidates = np.flatnonzero(p > 0)  # few, where a filter has been: partitions of zeros are slow
+    candidates: IntArray = np.flatnonzero(p > 0)  # few, where a filter has been: partitions of zeros are slow
     if len(candidates) < count:
         candidates = np.arange(len(p))
     candidates = candidates[p[candidates] >= np.partition(p[candidates], -count)[-count]]
