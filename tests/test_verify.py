@@ -7,8 +7,6 @@ import itertools
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,7 +29,6 @@ from specdec.runtime.sampling import Logprob
 from specdec.tools import verify
 from specdec.tools.evidence import Fit, chi_square_p, chi_square_tail, entropy_bound, entropy_tail, fit, variation_bound
 from specdec.tools.faults import FAULTS, planted
-from specdec.tools.models import model_path
 from specdec.tools.tables import Table, TableEngine, bundle_view
 from specdec.tools.verify_engine import EngineResult, check_engine
 from specdec.tools.verify_ground import Ground, Setting
@@ -666,21 +663,3 @@ def made_report(**parts: object) -> Report:
         bundle=str(bundle), variant="fp32", mode="exact", methods=("model",), planted=None,
         cpu=verify.cpu(), specdec="0", seed=0, false_alarm=1e-6, engine=measured, **parts,
     )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_real_model_is_lossless_and_a_fault_is_noticed_there(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    checkpoint, bundle = model_path("smollm2"), tmp_path / "bundle"
-    command = [sys.executable, "-m", "specdec.export.cli", str(checkpoint), "-o", str(bundle)]
-    result = subprocess.run([*command, "--drafter", "ngram", "--drafter", f"model:{checkpoint}"], check=False)
-    assert result.returncode == 0
-    code, out, _ = call(capsys, "--samples", "600", "--json", bundle=bundle)
-    report = json.loads(out)
-    assert (code, report["problems"], report["engine"]["exact"]) == (0, [], True)
-    assert all(one["power"] for one in report["distribution"])
-    assert all(one["bits"] == one["bits_equal"] for one in report["texts"] if one["exact"])
-    for fault in ("block-break-at-first-loss", "kv-path-not-compacted"):
-        assert call(capsys, "--plant", fault, bundle=bundle)[0] == 1
