@@ -50,6 +50,15 @@ def pack(inputs: Sequence[RowInput], past_lens: IntArray, min_width: int, max_le
     return Chunk(ids, np.minimum(positions, max_length - 1), past_lens, mask, indices)
 
 
+def nodes_to(parents: Sequence[int], node: int) -> list[int]:
+    """Nodes of the path that ends at `node`, a root (parent -1) first; none for -1. parents[i] is node i's parent."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
 @lru_cache(maxsize=64)
 def _triangle(width: int) -> BoolArray:
     return np.tril(np.ones((width, width), np.bool_))

@@ -13,11 +13,11 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from specdec.engines.base import Engine
-from specdec.engines.chunk import RowInput, pack
+from specdec.engines.chunk import RowInput, nodes_to, pack
 from specdec.engines.contract import FloatArray, ModelSpec
 from specdec.engines.errors import ExportError, GateError
 from specdec.engines.manifest import Invariance
-from specdec.engines.scoring import LEAST_WIDTH, nodes_to, same_bits, score
+from specdec.engines.scoring import LEAST_WIDTH, same_bits, score
 
 PROBE_TOKENS = 64  # length of the text that is scored over and over
 CAPACITIES = (160, 224)  # slots of the short scorings
@@ -44,6 +44,11 @@ def probe_text(ids: Sequence[int], spec: ModelSpec, count: int = PROBE_TOKENS) -
         raise ExportError(f"the model's context is {spec.max_length} tokens: the gates need {count}")
     known = [token for token in ids if token < spec.vocab_size] or [0]
     return [known[index % len(known)] for index in range(count)]
+
+
+def probe_rows(tokens: Sequence[int]) -> list[Sequence[int]]:
+    """Rows of different lengths, cut out of the first `PROBE_TOKENS` tokens: what is scored over and over."""
+    return [tokens[start : PROBE_TOKENS - cut] for start, cut in ((0, 0), (3, 4), (7, 12), (1, 30))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ def run_invariance(open_engine: Opener, tokens: Sequence[int], first: Callable[[
     The engine is opened once per thread count, one at a time, and closed again. `first` is called before anything else
     with the first one, for whatever else needs an engine. Raises `GateError` that names the difference and where it is.
     """
-    rows = [tokens[start : PROBE_TOKENS - cut] for start, cut in ((0, 0), (3, 4), (7, 12), (1, 30))]
+    rows = probe_rows(tokens)
     one, other = THREADS
     with closing(open_engine(one)) as engine:
         found = first(engine)

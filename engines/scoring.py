@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specdec.engines.base import Engine, KVBuffers
-from specdec.engines.chunk import RowInput, pack
+from specdec.engines.chunk import RowInput, nodes_to, pack
 from specdec.engines.contract import Chunk, FloatArray
 
 LEAST_WIDTH = 2  # positions of a pass: on many graphs one-token passes take other kernels (docs/lossless.md)
@@ -95,14 +95,6 @@ def same_bits(left: FloatArray, right: FloatArray) -> bool:
     """Whether two arrays are equal bit for bit (-0.0 is not 0.0, and a NaN equals itself)."""
     unsigned = np.dtype(f"u{left.dtype.itemsize}")
     return left.dtype == right.dtype and np.array_equal(left.view(unsigned), right.view(unsigned))
-
-
-def nodes_to(parents: Sequence[int], node: int) -> list[int]:
-    """Nodes of the path that ends at `node`, a root (parent -1) first; `parents[i]` is node i's parent."""
-    line = [node]
-    while parents[line[0]] >= 0:
-        line.insert(0, parents[line[0]])
-    return line
 
 
 def _chain(width: int) -> tuple[int, ...]:

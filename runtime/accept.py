@@ -50,18 +50,19 @@ def accept_tokens(tree: TokenTree, p: Target, dice: Dice) -> Accepted:
     while True:
         target, draft = p(node), None
         for child in tree.children(node):
-            token, drawn_from = tree.tokens[child], tree.draft(child)
-            if drawn_from is None:
-                ratio, rest = target[token], _without(target, token)
-            else:
-                draft = drawn_from if draft is None else draft
-                # draft[token] > 0, since token was drawn from it
-                ratio, rest = target[token] / draft[token], np.maximum(target - draft, 0)
-                draft = _normalized(_without(draft, token))
-            if dice.coin(ratio):
+            token, q = tree.tokens[child], tree.draft(child)
+            if q is not None and draft is not None:
+                q = draft  # what its siblings have left of it
+            # q[token] > 0, since token was drawn from it
+            if dice.coin(target[token] if q is None else target[token] / q[token]):
                 path.append(child)
                 node = child
                 break
+            if q is None:
+                rest = _without(target, token)
+            else:
+                rest = np.maximum(target - q, 0)
+                draft = _normalized(_without(q, token))
             # nothing is left only if p and q are equal; then the coin cannot lose but by rounding
             target = _normalized(rest) if rest.any() else target
         else:

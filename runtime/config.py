@@ -58,7 +58,7 @@ class SpeculativeConfig:
     @property
     def branches(self) -> bool:
         """Whether proposals may be other than chains."""
-        return self.tree == "dynamic" or (self.tree != "chain" and any(rank for path in self.tree for rank in path))
+        return not self.shape(1).linear
 
     def shape(self, tokens: int) -> Shape:
         """The shape of a grown tree; `tokens`: most nodes, where the configuration does not say."""

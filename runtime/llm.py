@@ -23,6 +23,7 @@ from specdec.engines.registry import EngineConfig, open_engine
 from specdec.runtime import drafters
 from specdec.runtime.config import SpeculativeConfig
 from specdec.runtime.drafters.base import Drafter
+from specdec.runtime.drafters.growth import StaticShape
 from specdec.runtime.drafters.model import ModelDrafter as DraftModel
 from specdec.runtime.drafters.ngram import NgramDrafter
 from specdec.runtime.grammar import GrammarCompiler
@@ -168,7 +169,7 @@ class LLM:
     def _check_tree(self) -> None:
         """Refuse trees that the bundle or the method cannot run."""
         config, limit = self.speculative, self.manifest.limits.max_tree - 1
-        nodes = config.num_speculative_tokens if isinstance(config.tree, str) else len({*map(tuple, config.tree)})
+        nodes = config.num_speculative_tokens if isinstance(config.tree, str) else StaticShape(config.tree).nodes
         if nodes is not None and nodes > limit:
             raise RequestError(
                 f"num_speculative_tokens {nodes} is more than this bundle's {limit} (--max-tree at export)"

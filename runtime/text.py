@@ -74,6 +74,12 @@ class TextCodec:
         except Exception as exc:  # a template is foreign code and raises what it likes
             raise RequestError(f"the chat template fails on these messages: {exc}") from exc
 
+    def encode_turn(self, text: str) -> list[int]:
+        """Token ids of one user turn: through the chat template, where there is one."""
+        if self._template is None:
+            return self.encode(text, special=True)
+        return self.encode(self.render_chat([{"role": "user", "content": text}]), special=False)
+
     def stream(self, stop: Sequence[str]) -> TextStream:
         """Start the text of one answer."""
         return TextStream(self._tokenizer, stop)

@@ -7,7 +7,7 @@ the tree with one branch. This module knows tokens, parents and positions: no pr
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.engines.chunk import RowInput
+from specdec.engines.chunk import RowInput, nodes_to
 from specdec.engines.contract import FloatArray
 
 ROOT = -1  # the parent of the first level: the pending token
@@ -91,11 +91,7 @@ class TokenTree:
 
     def path(self, node: int) -> tuple[int, ...]:
         """Nodes from the first level down to `node`; none for ROOT."""
-        nodes: list[int] = []
-        while node != ROOT:
-            nodes.append(node)
-            node = self.parents[node]
-        return tuple(reversed(nodes))
+        return tuple(nodes_to(self.parents, node))
 
     def text(self, node: int) -> list[int]:
         """Tokens from the first level down to `node`."""

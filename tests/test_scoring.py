@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from specdec.engines.scoring import Round, nodes_to, same_bits, score, soil
+from specdec.engines.chunk import nodes_to
+from specdec.engines.scoring import Round, same_bits, score, soil
 from support.bundles import LOGITS_SIZE
 from support.engines import TOKENS, open_tiny
 
@@ -39,4 +40,4 @@ def test_round_spells_out_paths() -> None:
 
 def test_nodes_to_spells_out_one_path() -> None:
     parents = (-1, 0, 0, -1, 2, 4)
-    assert [nodes_to(parents, node) for node in (0, 3, 5)] == [[0], [3], [0, 2, 4, 5]]
+    assert [nodes_to(parents, node) for node in (0, 3, 5, -1)] == [[0], [3], [0, 2, 4, 5], []]

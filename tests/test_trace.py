@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.llama import modeling_llama
 
+from specdec.engines.chunk import nodes_to
 from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import ExportError, UnsupportedModelError
 from specdec.engines.ort import OrtEngine
@@ -82,7 +83,7 @@ def test_branching_tree_rollback_and_overwrite(exported: Exported) -> None:
     nodes = tokens(1, len(parents), seed=2)
     found = np.array(exported.engine.step(scoring.tree(nodes, [LENGTH], parents), kv))
     for node in range(len(parents)):
-        path = scoring.path_to(node, parents)
+        path = nodes_to(parents, node)
         assert_close(found[0, node], scoring.reference(exported.model, [*prompt[0], *nodes[0, path]])[-1])
     after = tokens(1, 4, seed=3)  # root and first child accepted, the rest overwritten
     found = np.array(exported.engine.step(scoring.chain(after, [LENGTH + 2]), kv))

@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specdec.engines.base import Engine, KVBuffers
-from specdec.engines.chunk import RowInput, pack
+from specdec.engines.chunk import RowInput, nodes_to, pack
 from specdec.engines.contract import Chunk, FloatArray
 from specdec.engines.manifest import read_manifest
 from specdec.engines.registry import EngineConfig, open_engine
-from specdec.engines.scoring import nodes_to, same_bits, score, soil
+from specdec.engines.scoring import same_bits, score, soil
 from specdec.export.options import ExportOptions
 from specdec.export.pipeline import export_bundle
 from support.bundles import TOKENIZER_SIZE, shared_bundle, shared_checkpoint, tiny_bundle

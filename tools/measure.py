@@ -163,7 +163,7 @@ def _measure(args: argparse.Namespace, engine: EngineConfig, report: dict[str, A
             peer = Genai(args.ort_genai_python, args.ort_genai, args.threads)
             methods[GENAI] = _genai_method(stack.enter_context(closing(peer)))
             report["ort_genai"] = peer.version
-        prompts = [(question, _encode(llm, question.turns[0])) for question in questions]
+        prompts = [(question, llm.text.encode_turn(question.turns[0])) for question in questions]
         list(interleave(prompts[:1] * args.warmup, methods, args.max_new_tokens, 1))
         runs: list[Run] = []
         for run in interleave(prompts, methods, args.max_new_tokens, args.repeat):
@@ -174,12 +174,6 @@ def _measure(args: argparse.Namespace, engine: EngineConfig, report: dict[str, A
     groups, fastest = summarize(runs), baseline(runs)
     report |= {"baseline": fastest, "groups": groups, "runs": runs}
     return table(groups, fastest)
-
-
-def _encode(llm: LLM, text: str) -> list[int]:
-    if llm.text.has_chat_template:
-        return llm.chat_prompt([{"role": "user", "content": text}])
-    return llm.text.encode(text, special=True)
 
 
 def _list(text: str) -> list[str]:

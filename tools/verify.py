@@ -172,12 +172,7 @@ class Verification:
             seeds = np.random.SeedSequence(args.seed).generate_state(self.samples, np.uint64).tolist()
             for case in cases:
                 yield run(ground, case, chance, seeds[: case.samples])
-        plain = self.llm(None, "chain", None)
-        prompts = [
-            plain.chat_prompt([{"role": "user", "content": text}]) if plain.text.has_chat_template
-            else codec.encode(text, special=True)
-            for text in self.texts
-        ]  # fmt: skip
+        prompts = [codec.encode_turn(text) for text in self.texts]
         texts = Texts(
             lambda run: self.llm(run.method, run.tree, run.draft_tokens),
             engine,

@@ -15,17 +15,16 @@ from specdec.engines.base import Engine
 from specdec.engines.errors import GateError
 from specdec.engines.invariance import (
     FEW_SCORINGS,
-    PROBE_TOKENS,
     SCORINGS,
     Base,
     check_invariance,
     kernel_noise,
+    probe_rows,
     probe_text,
     tree_noise,
 )
 from specdec.engines.manifest import Invariance, Variant
 
-_CUTS = ((0, 0), (3, 4), (7, 12), (1, 30))  # of the probe text, at its two ends: rows of different lengths
 _TREES = 4
 
 
@@ -80,9 +79,9 @@ def check_engine(
     other = 2 if threads == 1 else 1
     if again is not None:
         with closing(again(other)) as first:
-            base = Base(first, _rows(words, first))
+            base = Base(first, probe_rows(probe_text(words, first.spec)))
     engine = opened()
-    rows = _rows(words, engine)
+    rows = probe_rows(probe_text(words, engine.spec))
     found: Invariance | None = None
     problem = None
     try:
@@ -111,8 +110,3 @@ def check_engine(
         problem=problem,
         seconds=perf_counter() - started,
     )
-
-
-def _rows(words: Sequence[int], engine: Engine) -> list[list[int]]:
-    text = probe_text(words, engine.spec)
-    return [text[start : PROBE_TOKENS - cut] for start, cut in _CUTS]

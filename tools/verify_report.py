@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from specdec.tools.figures import align
 from specdec.tools.probes import Cpu
 from specdec.tools.verify_engine import EngineResult
 from specdec.tools.verify_law import LawResult
@@ -241,6 +242,4 @@ def _texts(results: Sequence[TextResult]) -> Iterator[str]:
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Left-aligned columns under a head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+    yield from (f"  {line}" for line in align(rows, left=len(rows[0])).splitlines())

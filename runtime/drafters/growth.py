@@ -8,6 +8,7 @@ dropped: either would bias the output (docs/lossless.md). This module knows dist
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from specdec.engines.chunk import nodes_to
 from specdec.engines.contract import FloatArray
 from specdec.engines.errors import RequestError
 from specdec.runtime.sampling import most_probable
@@ -161,4 +162,4 @@ class GrowingTree:
 
     def text(self, node: int) -> list[int]:
         """Tokens from the first level down to `node`."""
-        return [*self.text(self.parents[node]), self.tokens[node]] if node != ROOT else []
+        return [self.tokens[step] for step in nodes_to(self.parents, node)]

@@ -4,7 +4,8 @@ Source: Saxena, "Prompt Lookup Decoding" (2023); names of the options as in vLLM
 deterministic (q is one-hot). Only tokens of the same request are searched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
@@ -49,12 +50,12 @@ class NgramDrafter:
         index.extend(tokens)
         if limit <= 0:
             return TokenTree()
-        matches = index.find(tokens, enough=self._num_tokens // 2 + 1)
+        matches = list(islice(index.find(tokens, enough=self._num_tokens // 2 + 1), None if self._branching else 1))
         if not matches:
             return TokenTree.chain(row.permitted([index.most_frequent]) if self._always else ())
         drafts = [
             row.permitted(_continuation(tokens, source, min(draft_width(match, self._num_tokens), limit)))
-            for match, source in (matches if self._branching else matches[:1])
+            for match, source in matches
         ]
         if not self._branching:
             return TokenTree.chain(drafts[0])
@@ -95,12 +96,12 @@ class _Index:
                 self.most_frequent = token
         self._indexed = max(self._indexed, len(tokens) - 1)
 
-    def find(self, tokens: list[int], enough: int) -> list[tuple[int, int]]:
-        """Return (length, position of what follows) of matches of the text's end: one for each place, longest first.
+    def find(self, tokens: list[int], enough: int) -> Iterator[tuple[int, int]]:
+        """Yield (length, position of what follows) of matches of the text's end: one for each place, longest first.
 
         A match of `enough` tokens is not looked into further.
         """
-        found: dict[int, int] = {}  # position -> length
+        found: set[int] = set()  # positions
         for n, ends in self._ends.items():
             after = ends.get(tuple(tokens[-n:])) if len(tokens) > n else None
             if after is None or after in found:
@@ -108,5 +109,5 @@ class _Index:
             match = n
             while match < min(after, enough) and tokens[after - match - 1] == tokens[-match - 1]:
                 match += 1
-            found[after] = match
-        return [(match, after) for after, match in found.items()]
+            found.add(after)
+            yield match, after

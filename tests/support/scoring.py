@@ -38,14 +38,6 @@ def tree(
     )
 
 
-def path_to(node: int, parents: Sequence[int]) -> list[int]:
-    """Nodes from the root of the chunk down to `node`."""
-    path = [node]
-    while parents[path[0]] >= 0:
-        path.insert(0, parents[path[0]])
-    return path
-
-
 def garbage(engine: Engine, rows: int, capacity: int) -> KVBuffers:
     """Cache buffers whose every slot holds `GARBAGE`: finite, and visible in any logit that it reaches."""
     kv = engine.allocate(rows, capacity)
