@@ -13,7 +13,7 @@ Tensors (B rows, S chunk tokens, N positions with logits, C cache capacity, V lo
 `chunk_mask`                   bool [B, S, S]  `[b, i, j]`: token i attends token j (itself and its ancestors)
 `logit_indices`                int64 [B, N]    chunk positions that get logits
 `past_key_values.{l}.key`      float [B, H_kv, C, D], likewise `.value`: the cache buffers
-`logits`                       float [B, N, V]
+`logits`                       float [B, N, V], float32 in a bfloat16 graph
 `present.{l}.key`              float [B, H_kv, C, D], likewise `.value`: bound to the memory of the inputs
 =============================  ==============  ===============================================================
 """
@@ -34,7 +34,8 @@ OPSET = 24
 CHUNK_INPUTS = ("input_ids", "position_ids", "past_lens", "chunk_mask", "logit_indices")
 LOGITS = "logits"
 
-Dtype = Literal["float32", "float16"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+ITEMSIZE: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes; numpy has no bfloat16
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.floating]
@@ -60,8 +61,12 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def kv_bytes(self, rows: int, capacity: int) -> int:
         """Bytes of the cache buffers of `rows` rows and `capacity` slots."""
-        itemsize = np.dtype(self.dtype).itemsize
-        return 2 * self.num_layers * rows * self.num_kv_heads * capacity * self.head_dim * itemsize
+        return 2 * self.num_layers * rows * self.num_kv_heads * capacity * self.head_dim * ITEMSIZE[self.dtype]
+
+    @property
+    def logits_dtype(self) -> Dtype:
+        """Type of the logits: the graph's own, but float32 where numpy has no such type."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
 
 
 def past_names(num_layers: int) -> Iterator[str]:

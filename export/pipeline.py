@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
 from specdec.engines.base import Engine
-from specdec.engines.contract import CONTRACT_VERSION, Dtype, ModelSpec
+from specdec.engines.contract import CONTRACT_VERSION, ITEMSIZE, Dtype, ModelSpec
 from specdec.engines.errors import RequestError
 from specdec.engines.invariance import PROBE_TEXT
 from specdec.engines.manifest import (
@@ -110,7 +109,7 @@ def memory_need(spec: ModelSpec, weights: int) -> int:
 
     PyTorch holds them first, with two copies of the largest one while a GGUF is read; when it is gone, the engine does.
     """
-    largest = spec.logits_size * spec.hidden_size * np.dtype(spec.dtype).itemsize
+    largest = spec.logits_size * spec.hidden_size * ITEMSIZE[spec.dtype]
     return max(weights + 2 * largest, int(ENGINE_PEAK[spec.dtype] * weights)) + WORKSPACE
 
 
