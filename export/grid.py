@@ -46,6 +46,5 @@ class Grid:
 
 def pack_nibbles(levels: np.ndarray) -> npt.NDArray[np.uint8]:
     """Two 4-bit levels to a byte along the last axis, the first in the low half (ONNX INT4/UINT4, MatMulNBits)."""
-    low, high = levels[..., 0::2].astype(np.uint8) & 15, levels[..., 1::2].astype(np.uint8) & 15
-    packed: npt.NDArray[np.uint8] = low | high << 4
-    return packed
+    nibbles: npt.NDArray[np.uint8] = levels.astype(np.uint8) & np.uint8(15)
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << np.uint8(4))
