@@ -6,8 +6,6 @@ scales is tried for each block and refitted by least squares. The same input giv
 thread. This module knows arrays; it knows no layer, no graph and no file.
 """
 
-from collections.abc import Iterator
-
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +20,14 @@ LOWEST: dict[Kind, float] = {"int8": -127.0, "int4": -8.0, "float8e4m3fn": -448.
 HIGHEST: dict[Kind, float] = {"int8": 127.0, "int4": 7.0, "float8e4m3fn": 448.0}
 STORED: dict[Kind, npt.DTypeLike] = {"int8": np.int8, "int4": np.int8, "float8e4m3fn": ml_dtypes.float8_e4m3fn}
 
-# Starting scales, as parts of the one that just reaches the largest value. Few levels pay for clipping, many do not.
+# Starting scales, as parts of the one that just reaches the largest value: few levels make clipping worth it. Measured:
+# more starts or refits lower the error by another 2 to 5 % of itself and take three times as long.
 RATIOS: dict[Kind, tuple[float, ...]] = {
     "int8": (1.0, 0.98, 0.96, 0.94),
-    "int4": tuple(1.0 - 0.03 * step for step in range(14)),
+    "int4": (1.05, 0.95, 0.85, 0.75, 0.65),
     "float8e4m3fn": tuple(2.0 ** (-step / 8) for step in range(8)),
 }
-REFITS = 2  # least squares and rounding in turn, from each start
+REFITS = 3  # least squares and rounding in turn, from each start
 CHUNK = 1 << 16  # weights that are worked on at a time: they stay in the processor's cache
 
 
@@ -64,49 +63,51 @@ def quantize_weight(
     block = block or inputs
     if inputs % block:
         raise ExportError(f"{inputs} inputs of a product are not whole blocks of {block}: choose another block")
-    blocks = np.ascontiguousarray(weight, np.float32).reshape(-1, block)  # [N * J, b]
+    blocks = np.asarray(weight, np.float32).reshape(-1, block)  # [N * J, b]
     weights = _normalized(importance, inputs).reshape(-1, block)  # [J, b]
     levels = np.empty(blocks.shape, STORED[kind])
-    scale, shift = np.empty(len(blocks), np.float32), np.zeros(len(blocks), np.float32)
-    for part in _chunks(len(blocks), block):
-        w = blocks[part]
-        h = weights[np.arange(part.start, part.stop) % len(weights)]
-        fit = _Fit(w, h, kind, offset, dtype)
+    scale, shift = np.empty(len(blocks), np.float32), np.empty(len(blocks), np.float32)
+    step = max(1, CHUNK // block)
+    for start in range(0, len(blocks), step):
+        rows = np.arange(start, min(start + step, len(blocks)))
+        fit = _Fit(_across(blocks[rows]), _across(weights[rows % len(weights)]), kind, offset, dtype)
         if search:
             fit.search()
-        scale[part], shift[part] = fit.scale, fit.shift
-        levels[part] = fit.levels().astype(STORED[kind])
+        scale[rows], shift[rows], levels[rows] = fit.scale, fit.shift, fit.levels().T.astype(STORED[kind])
     shape = (outputs, inputs // block)
     return Grid(kind, levels.reshape(weight.shape), scale.reshape(shape), shift.reshape(shape) if offset else None)
 
 
 class _Fit:
-    """The best scales [R] (and shifts [R]) found so far for R blocks `w` [R, b], weighted by `h` [R, b]."""
+    """The best scales [R] (and shifts [R]) found so far for R blocks `w` [b, R], weighted by `h` [b, R].
+
+    Blocks lie side by side, so that every sum over a block adds whole rows.
+    """
 
     def __init__(self, w: Array, h: Array, kind: Kind, offset: bool, dtype: npt.DTypeLike) -> None:
         self._w, self._h, self._kind, self._offset, self._dtype = w, h, kind, offset, dtype
-        low, high = w.min(1), w.max(1)
-        lowest, highest = LOWEST[kind], HIGHEST[kind]
+        low, high = w.min(0), w.max(0)
+        lowest, highest = np.float32(LOWEST[kind]), np.float32(HIGHEST[kind])
         if offset:
-            self._middle = (low + high) / 2 - (lowest + highest) / 2 * (high - low) / (highest - lowest)
-            self._reach = (high - low) / np.float32(highest - lowest)
+            self._reach = (high - low) / (highest - lowest)
+            self._middle, self._centre = (low + high) / 2, (lowest + highest) / 2
         else:
-            self._middle = np.zeros(len(w), np.float32)
-            self._reach = np.maximum(high / np.float32(highest), low / np.float32(lowest))
-        self.scale, self.shift = self._stored(*self._start(1.0))
+            self._reach = np.maximum(high / highest, low / lowest)
+            self._middle, self._centre = np.zeros_like(low), np.float32(0)
+        self.scale, self.shift = self._start(1.0)
         self._error = self._errors(self.levels(), self.scale, self.shift)
 
     def levels(self) -> Array:
-        """Nearest levels [R, b] under the best scales."""
+        """Nearest levels [b, R] under the best scales."""
         return self._levels(self.scale, self.shift)
 
     def search(self) -> None:
         """Try every start, refitted; keep what is better."""
         for ratio in RATIOS[self._kind]:
-            scale, shift = self._stored(*self._start(ratio))
+            scale, shift = self._start(ratio)
             for _ in range(REFITS):
                 levels = self._levels(scale, shift)
-                scale, shift = self._stored(*self._least_squares(levels))
+                scale, shift = self._stored(*self._least_squares(levels, shift))
                 error = self._errors(levels, scale, shift)
                 better = error < self._error
                 self.scale = np.where(better, scale, self.scale)
@@ -116,43 +117,51 @@ class _Fit:
     def _start(self, ratio: float) -> tuple[Array, Array]:
         """Scale and shift that reach `ratio` of the range around its middle."""
         scale = self._reach * np.float32(ratio)
-        if not self._offset:
-            return scale, self._middle
-        centre = np.float32((LOWEST[self._kind] + HIGHEST[self._kind]) / 2)
-        return scale, self._middle + centre * (self._reach - scale)
+        return self._stored(scale, self._middle - self._centre * scale)
 
     def _stored(self, scale: Array, shift: Array) -> tuple[Array, Array]:
         """As the numbers that will be stored; a scale is never zero."""
-        least = np.finfo(self._dtype).smallest_normal if self._dtype == np.float32 else 2.0**-24
-        scale = np.maximum(scale, np.float32(least)).astype(self._dtype).astype(np.float32)
+        least = np.float32(2.0**-24 if self._dtype == np.float16 else 2.0**-126)
+        scale = np.maximum(scale, least).astype(self._dtype).astype(np.float32)
         return scale, shift.astype(self._dtype).astype(np.float32)
 
     def _levels(self, scale: Array, shift: Array) -> Array:
-        centred = self._w - shift[:, None] if self._offset else self._w
-        return round_levels(centred / scale[:, None], self._kind)
+        return round_levels((self._w - shift if self._offset else self._w) / scale, self._kind)
 
     def _errors(self, levels: Array, scale: Array, shift: Array) -> Array:
         """Weighted squared error [R]."""
-        rest = self._w - levels * scale[:, None]
+        rest = levels * scale
+        np.subtract(self._w, rest, out=rest)
         if self._offset:
-            rest -= shift[:, None]
-        error: Array = np.einsum("rb,rb,rb->r", rest, rest, self._h)
+            rest -= shift
+        np.square(rest, out=rest)
+        rest *= self._h
+        error: Array = rest.sum(0)
         return error
 
-    def _least_squares(self, q: Array) -> tuple[Array, Array]:
-        """Scale and shift of least weighted error for the levels `q` [R, b]; where they are free, those of before."""
+    def _least_squares(self, q: Array, shift: Array) -> tuple[Array, Array]:
+        """Scale and shift [R] of least weighted error for the levels `q` [b, R]."""
         w, h = self._w, self._h
         if not self._offset:
             hq = h * q
-            power = np.einsum("rb,rb->r", hq, q)
-            return np.einsum("rb,rb->r", hq, w) / np.where(power > 0, power, np.inf), self.shift
-        total = h.sum(1)
-        mean_w, mean_q = (np.einsum("rb,rb->r", h, x) / total for x in (w, q))
-        centred = q - mean_q[:, None]
+            return (hq * w).sum(0) / _nonzero((hq * q).sum(0)), shift
+        total = h.sum(0)
+        mean_w, mean_q = (h * w).sum(0) / total, (h * q).sum(0) / total
+        centred = q - mean_q
         hq = h * centred
-        power = np.einsum("rb,rb->r", hq, centred)
-        scale = np.einsum("rb,rb->r", hq, w - mean_w[:, None]) / np.where(power > 0, power, np.inf)
+        scale = (hq * w).sum(0) / _nonzero((hq * centred).sum(0))
         return scale, mean_w - scale * mean_q
+
+
+def _across(blocks: Array) -> Array:
+    """[R, b] as [b, R] in memory."""
+    return np.ascontiguousarray(blocks.T)
+
+
+def _nonzero(x: Array) -> Array:
+    """`x`, and infinity where it is zero: what is divided by it becomes zero."""
+    found: Array = np.where(x > 0, x, np.float32(np.inf))
+    return found
 
 
 def _normalized(importance: Array | None, inputs: int) -> Array:
@@ -162,11 +171,6 @@ def _normalized(importance: Array | None, inputs: int) -> Array:
     mean = float(importance.mean(dtype=np.float64)) or 1.0
     floored: Array = np.maximum(importance / np.float32(mean), np.float32(1e-3))
     return floored
-
-
-def _chunks(rows: int, width: int) -> Iterator[slice]:
-    step = max(1, CHUNK // width)
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def activation_scale(
