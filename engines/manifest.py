@@ -54,13 +54,37 @@ class Invariance(_Record, frozen=True):
     one_token_max_abs_diff: float
 
 
+class Plan(_Record, frozen=True):
+    """One engine file compiled from a variant's graph, for one library and some GPU architectures ("sm89").
+
+    A pass takes the profile `prefill` (one row of up to `prefill_width` tokens) or `verify` (up to `max_batch` rows of
+    up to `verify_width`), with logits at up to `verify_width` positions in either; every row has `capacity` slots.
+    `inputs`: type of every input of the engine by name, as numpy spells it. `library`: version of the library that
+    made it, which has to be the version that runs it.
+    """
+
+    backend: Literal["tensorrt", "tensorrt-rtx"]
+    library: str
+    architectures: Annotated[list[str], msgspec.Meta(min_length=1)]
+    file: str
+    max_batch: _Count
+    prefill_width: _Count
+    verify_width: _Count
+    capacity: _Count
+    inputs: dict[str, str]
+
+
 class Variant(_Record, frozen=True):
-    """One precision of one model: its graph, and what was measured on it."""
+    """One precision of one model: its graph, what was measured on it, and what was compiled from it.
+
+    `plans`: by backend and architectures, as in "tensorrt-rtx-sm89".
+    """
 
     graph: str
     precision: str
     parity: Parity
     invariance: Invariance
+    plans: dict[str, Plan] = {}
 
 
 class Model(_Record, frozen=True):
@@ -192,6 +216,7 @@ def _needed(manifest: Manifest) -> Iterator[str]:
         for variant in model.variants.values():
             yield variant.graph
             yield f"{variant.graph}.data"
+            yield from (plan.file for plan in variant.plans.values())
 
 
 def _check_versions(path: Path, raw: bytes) -> None:

@@ -1,4 +1,8 @@
-"""ONNX Runtime backend (CPU and CUDA providers): the KV cache is bound in place, so a pass never copies it.
+"""ONNX Runtime backend: the KV cache is bound in place, so a pass never copies it.
+
+Providers: CPU, and on an NVIDIA GPU CUDA, TensorRT and TensorRT-RTX; the last two hand to CUDA what they do not take.
+Q/DQ pairs are computed as they are written, never fused: a quantized graph gives here what it says, and so is what
+engines that do fuse are compared with.
 
 Every cache input and the output of the same layer are bound to one address (`IOBinding`); rows `first .. first + n`
 of a buffer are bound as a view, so a batch of n uses n rows and the prefill of one row leaves the others alone.
@@ -16,6 +20,7 @@ from specdec.engines.contract import (
     CHUNK_INPUTS,
     LOGITS,
     Chunk,
+    Dtype,
     FloatArray,
     IntArray,
     ModelSpec,
@@ -24,8 +29,17 @@ from specdec.engines.contract import (
 )
 from specdec.engines.errors import ContractError, EngineError, EngineUnavailableError
 
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-_ORT_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)"}
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+    "tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
+}
+_ORT_TYPES: dict[Dtype, str] = {
+    "float32": "tensor(float)",
+    "float16": "tensor(float16)",
+    "bfloat16": "tensor(bfloat16)",
+}
 
 
 class OrtKV:
@@ -37,7 +51,7 @@ class OrtKV:
         shape = (rows, spec.num_kv_heads, capacity, spec.head_dim)
         self._dtype = np.dtype(spec.dtype)
         self._count = 2 * spec.num_layers
-        self._scratch = np.empty(0, self._dtype)
+        self._scratch = np.empty(0, spec.logits_dtype)
         self._shape: tuple[int, ...] = ()
         self._host: list[np.ndarray] = []  # CPU only: the arrays that own the memory
         self._values: list[ort.OrtValue] = []
@@ -101,7 +115,7 @@ class OrtKV:
         """Host memory for the logits of one pass, reused by the next (fresh pages would cost more than the copy)."""
         size = int(np.prod(shape))
         if self._scratch.size < size:
-            self._scratch = np.empty(size, self._dtype)
+            self._scratch = np.empty(size, self._scratch.dtype)
         return self._scratch[:size].reshape(shape)
 
     def _read(self, index: int) -> np.ndarray:
@@ -122,10 +136,15 @@ class OrtEngine:
     """One ONNX graph in one ONNX Runtime session."""
 
     def __init__(self, graph: Path, spec: ModelSpec, *, provider: str = "cpu", threads: int | None = None) -> None:
+        if spec.dtype == "bfloat16":
+            raise EngineError(
+                "ONNX Runtime has no bfloat16 kernels on the CPU, and numpy no such type: "
+                "use precision fp32 or fp16, or backend tensorrt-rtx"
+            )
         self.spec = spec
         self.capabilities = Capabilities(device=f"ONNX Runtime {ort.__version__}, {provider}")
-        self._device = provider
-        self._dtype = np.dtype(spec.dtype)
+        self._device = "cpu" if provider == "cpu" else "cuda"  # where tensors lie
+        self._dtype, self._logits_dtype = np.dtype(spec.dtype), np.dtype(spec.logits_dtype)
         self._session: ort.InferenceSession | None = _open_session(graph, provider, threads)
         self._past, self._present = list(past_names(spec.num_layers)), list(present_names(spec.num_layers))
         _check_contract(self._session, spec, self._past, self._present)
@@ -150,7 +169,7 @@ class OrtEngine:
             binding.bind_cpu_input(name, getattr(chunk, name))
         shape = (*chunk.logit_indices.shape, self.spec.logits_size)  # [B, N, V]
         logits = kv.logits_memory(shape)
-        binding.bind_output(LOGITS, "cpu", 0, self._dtype.type, shape, logits.ctypes.data)
+        binding.bind_output(LOGITS, "cpu", 0, self._logits_dtype.type, shape, logits.ctypes.data)
         try:
             session.run_with_iobinding(binding)
         except Exception as exc:  # onnxruntime raises classes of its own that share no public base
@@ -193,10 +212,12 @@ def _open_session(graph: Path, provider: str, threads: int | None) -> ort.Infere
         raise EngineError(f"{graph} is missing")
     options = ort.SessionOptions()
     options.log_severity_level = 3  # errors only; they come as exceptions as well
+    # Fused Q/DQ loses accuracy on AVX2 without a word, and float8 pairs around float32 products do not load at all.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     if threads is not None:
         options.intra_op_num_threads = threads
     try:
-        session = ort.InferenceSession(str(graph), options, providers=[name])
+        session = ort.InferenceSession(str(graph), options, providers=_in_order(name))
     except Exception as exc:  # onnxruntime raises classes of its own that share no public base
         raise EngineError(f"ONNX Runtime cannot load {graph}: {exc}") from exc
     got = session.get_providers()[0]
@@ -205,8 +226,14 @@ def _open_session(graph: Path, provider: str, threads: int | None) -> ort.Infere
     return session
 
 
+def _in_order(name: str) -> list[str]:
+    """The provider, and behind TensorRT's the one that takes the nodes which it leaves."""
+    behind = [PROVIDERS["cuda"]] if name not in (PROVIDERS["cpu"], PROVIDERS["cuda"]) else []
+    return [name, *(other for other in behind if other in ort.get_available_providers())]
+
+
 def _check_contract(session: ort.InferenceSession, spec: ModelSpec, past: list[str], present: list[str]) -> None:
-    """Compare the graph's inputs and outputs with the contract: names and, for the cache, type and fixed axes."""
+    """Compare the graph's inputs and outputs with the contract: names, types and fixed axes of cache and logits."""
     inputs = {value.name: value for value in session.get_inputs()}
     outputs = [value.name for value in session.get_outputs()]
     if set(inputs) != {*CHUNK_INPUTS, *past} or outputs != [LOGITS, *present]:
@@ -217,3 +244,7 @@ def _check_contract(session: ort.InferenceSession, spec: ModelSpec, past: list[s
         fixed = (value.shape[1], value.shape[3])
         if value.type != _ORT_TYPES[spec.dtype] or fixed != (spec.num_kv_heads, spec.head_dim):
             raise ContractError(f"{name} is {value.type} {value.shape}, the manifest says {spec.dtype}, {fixed}")
+    logits = session.get_outputs()[0]
+    if logits.type != _ORT_TYPES[spec.logits_dtype] or logits.shape[2] != spec.logits_size:
+        said = f"{spec.logits_dtype}, {spec.logits_size} wide"
+        raise ContractError(f"{LOGITS} is {logits.type} {logits.shape}, the manifest says {said}")

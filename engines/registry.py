@@ -4,22 +4,29 @@ This module knows names and how to install what is missing; it knows nothing of 
 """
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from specdec.engines.base import Engine
 from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import EngineUnavailableError, RequestError
+from specdec.engines.manifest import Plan, Variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How to run a graph: the backend, its provider (device), and how many threads (None: one per core)."""
+    """How to run a graph: the backend, its provider (device), and how many threads (None: one per core).
+
+    Provider and threads are ONNX Runtime's. `plans`: engine files compiled from this graph, for the backends that run
+    those (`with_plans` fills it in).
+    """
 
     backend: str = "ort"
     provider: str = "cpu"
     threads: int | None = None
+    plans: Mapping[Path, Plan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -36,7 +43,22 @@ def _open_ort(graph: Path, spec: ModelSpec, config: EngineConfig) -> Engine:
     return OrtEngine(graph, spec, provider=config.provider, threads=config.threads)
 
 
-_FACTORIES: dict[str, Callable[[Path, ModelSpec, EngineConfig], Engine]] = {"ort": _open_ort}
+def _open_plan(backend: str, graph: Path, spec: ModelSpec, config: EngineConfig) -> Engine:
+    plans = {path: plan for path, plan in config.plans.items() if plan.backend == backend}
+    if not plans:
+        raise EngineUnavailableError(
+            f"{graph.parent} holds no {backend} plan: export with --backend {backend}, or use backend ort"
+        )
+    from specdec.engines.trt import open_plan
+
+    return open_plan(plans, spec, backend)
+
+
+_FACTORIES: dict[str, Callable[[Path, ModelSpec, EngineConfig], Engine]] = {
+    "ort": _open_ort,
+    "tensorrt": partial(_open_plan, "tensorrt"),
+    "tensorrt-rtx": partial(_open_plan, "tensorrt-rtx"),
+}
 
 
 def backends() -> tuple[str, ...]:
@@ -44,11 +66,16 @@ def backends() -> tuple[str, ...]:
     return tuple(_FACTORIES)
 
 
-def open_engine(graph: Path, spec: ModelSpec, config: EngineConfig | None = None) -> Engine:
-    """Load `graph` (an ONNX file that keeps the contract for `spec`) on the backend that `config` names.
+def with_plans(config: EngineConfig, bundle: Path, variant: Variant) -> EngineConfig:
+    """`config` with the plans of `variant`, a variant of the bundle in the folder `bundle`."""
+    return replace(config, plans={bundle / plan.file: plan for plan in variant.plans.values()})
 
-    Raises `EngineUnavailableError` when the backend, its library or its provider is not here, `EngineError` when the
-    graph does not load, `ContractError` when its inputs and outputs are not the contract's.
+
+def open_engine(graph: Path, spec: ModelSpec, config: EngineConfig | None = None) -> Engine:
+    """Load `graph` (an ONNX file that keeps the contract for `spec`), or a plan of it, on the backend of `config`.
+
+    Raises `EngineUnavailableError` when the backend, its library, its provider, its GPU or a plan for that GPU is not
+    here, `EngineError` when the graph does not load, `ContractError` when its ends are not the contract's.
     """
     config = config or EngineConfig()
     factory = _FACTORIES.get(config.backend)

@@ -68,7 +68,7 @@ def score(
         engine.step(
             pack([RowInput(row[at : at + width], 0) for row in rows], np.full(len(rows), at), least, longest), kv
         )
-    scored = [np.empty((len(row) - start, engine.spec.logits_size), engine.spec.dtype) for row in rows]
+    scored = [np.empty((len(row) - start, engine.spec.logits_size), engine.spec.logits_dtype) for row in rows]
     done, turn = [start] * len(rows), 0
     while any(at < len(row) for at, row in zip(done, rows, strict=True)):
         width = widths[turn % len(widths)]

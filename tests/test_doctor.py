@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from specdec.engines import nvidia
+from specdec.engines.nvidia import Device, Nvidia
 from specdec.tools import doctor, probes
-from specdec.tools.probes import Cpu, Device, Facts, Memory, Nvidia, OnnxRuntime
+from specdec.tools.probes import Cpu, Facts, Memory, OnnxRuntime
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 NO_DRIVER = Nvidia(problem="no NVIDIA driver (libcuda.so.1: not found)")
@@ -233,7 +235,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, script: str) -> Nvidia:
         return real([sys.executable, "-c", script], **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(probes.subprocess, "run", run)
+        patch.setattr(nvidia.subprocess, "run", run)
         return probes.in_subprocess("nvidia", Nvidia)
 
 
@@ -243,7 +245,7 @@ def test_a_crashing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_hanging_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "PROBE_SECONDS", 1)
+    monkeypatch.setattr(nvidia, "PROBE_SECONDS", 1)
     assert answer(monkeypatch, "import time; time.sleep(60)") == Nvidia(problem="no answer within 1 s")
 
 
@@ -262,8 +264,8 @@ def test_a_machine_without_libcuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(probes.ctypes, "CDLL", absent)
-    assert probes.probe_nvidia() == Nvidia(problem="no NVIDIA driver (libcuda.so.1: cannot open shared object file)")
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", absent)
+    assert nvidia.ask_driver() == Nvidia(problem="no NVIDIA driver (libcuda.so.1: cannot open shared object file)")
 
 
 class FakeCuda:
@@ -303,15 +305,15 @@ class FakeCuda:
 
 
 def test_devices_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes.ctypes, "CDLL", lambda name: FakeCuda())
-    found = probes.probe_nvidia()
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: FakeCuda())
+    found = nvidia.ask_driver()
     assert found.devices == H200.devices
     assert (found.cuda, found.problem) == ("12.8", None)
 
 
 def test_a_driver_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes.ctypes, "CDLL", lambda name: FakeCuda(init=100))
-    found = probes.probe_nvidia()
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: FakeCuda(init=100))
+    found = nvidia.ask_driver()
     assert (found.devices, found.problem) == ((), "the NVIDIA driver reports CUDA error 100")
 
 

@@ -6,20 +6,17 @@ why; nothing here raises. This module draws no conclusions: what the facts mean 
 """
 
 import argparse
-import ctypes
 import importlib.metadata
 import os
 import platform
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
+from specdec.engines.nvidia import Nvidia, ProbeResult, answer_of, ask_driver, one_line
 from specdec.engines.registry import backends
 
 PACKAGES = (
@@ -28,7 +25,6 @@ PACKAGES = (
     *("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "gguf", "accelerate", "safetensors"),
     *("huggingface-hub", "rich"),
 )
-PROBE_SECONDS = 60  # loading CUDA libraries from a slow disk takes tens of seconds
 
 # Features that decide how fast int8 and fp32 kernels are, as /proc/cpuinfo of x86-64 and of 64-bit ARM spells them.
 CPU_FEATURES = (
@@ -47,23 +43,6 @@ IDENTITY_MODEL = bytes.fromhex(
     "620b" "0a0179" "1206" "0a04" "0801" "1200"  # output y: the same
     "4204" "0a00" "1011"  # opset_import: default domain, version 17
 )  # fmt: skip
-
-
-class Device(msgspec.Struct, frozen=True):
-    """One NVIDIA GPU. `compute_capability` as in "8.9"; memory in bytes."""
-
-    name: str
-    compute_capability: str
-    memory_bytes: int
-
-
-class Nvidia(msgspec.Struct, frozen=True):
-    """What the NVIDIA driver says. `cuda` is the newest CUDA version that the driver supports."""
-
-    driver: str | None = None
-    cuda: str | None = None
-    devices: tuple[Device, ...] = ()
-    problem: str | None = None
 
 
 class OnnxRuntime(msgspec.Struct, frozen=True):
@@ -125,25 +104,9 @@ def package_version(name: str) -> str | None:
         return None
 
 
-ProbeResult = TypeVar("ProbeResult", OnnxRuntime, Nvidia)
-
-
 def in_subprocess(probe: str, result: type[ProbeResult]) -> ProbeResult:
     """Run a probe in a process of its own; a crash, a hang or unreadable output becomes the result's `problem`."""
-    command = [sys.executable, "-P", "-m", "specdec.tools.probes", probe]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return result(problem=f"no answer within {PROBE_SECONDS} s")
-    except OSError as exc:
-        return result(problem=f"the probe did not start: {exc}")
-    if done.returncode < 0:
-        return result(problem=f"the library crashed: {signal.strsignal(-done.returncode)}")
-    try:
-        return msgspec.json.decode(done.stdout.rpartition("\n")[2], type=result)
-    except msgspec.MsgspecError:
-        last = (done.stderr.strip() or f"exit code {done.returncode}, no output").splitlines()[-1]
-        return result(problem=f"the probe failed: {last}")
+    return answer_of(["-m", "specdec.tools.probes", probe], result)
 
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
@@ -193,50 +156,12 @@ def probe_onnxruntime() -> OnnxRuntime:
     return OnnxRuntime(ort.__version__, available, tuple(working), problem)
 
 
-def probe_nvidia() -> Nvidia:
-    """Ask libcuda for its devices. May crash: run it in_subprocess.
-
-    Calls and attribute numbers are those of the CUDA driver API (cuda.h), which keeps them stable.
-    """
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError as exc:
-        return Nvidia(problem=f"no NVIDIA driver ({one_line(exc)})")
-    kernel = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", kernel.read_text()) if kernel.exists() else None
-    driver = found[1] if found else None
-    number = ctypes.c_int()
-    version = None
-    if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
-        version = f"{number.value // 1000}.{number.value % 1000 // 10}"
-    if (code := cuda.cuInit(0)) or (code := cuda.cuDeviceGetCount(ctypes.byref(number))):
-        return Nvidia(driver, version, problem=f"the NVIDIA driver reports CUDA error {code}")
-    devices = tuple(_device(cuda, index) for index in range(number.value))
-    return Nvidia(driver, version, devices, None if devices else "the NVIDIA driver shows no device")
-
-
-def _device(cuda: ctypes.CDLL, index: int) -> Device:
-    handle, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    size, name = ctypes.c_size_t(), ctypes.create_string_buffer(256)
-    cuda.cuDeviceGet(ctypes.byref(handle), index)
-    cuda.cuDeviceGetName(name, len(name), handle)
-    cuda.cuDeviceTotalMem_v2(ctypes.byref(size), handle)
-    cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, handle)  # compute capability, major
-    cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, handle)  # and minor
-    return Device(name.value.decode(errors="replace"), f"{major.value}.{minor.value}", size.value)
-
-
-def one_line(exc: BaseException) -> str:
-    """Return the first line of an exception's message, or its type when it has none."""
-    return str(exc).strip().partition("\n")[0] or type(exc).__name__
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one probe in this process and print its result as the last line, in JSON."""
     parser = argparse.ArgumentParser(prog="python -m specdec.tools.probes", description="Run one probe; prints JSON.")
     parser.add_argument("probe", choices=("onnxruntime", "nvidia"))
     options = parser.parse_args(argv)
-    result = probe_onnxruntime() if options.probe == "onnxruntime" else probe_nvidia()
+    result = probe_onnxruntime() if options.probe == "onnxruntime" else ask_driver()
     sys.stdout.write("\n" + msgspec.json.encode(result).decode())
     return 0
 
