@@ -162,13 +162,10 @@ class _Recorder:
         self._last = None
 
     def statistics(self) -> dict[str, Statistics]:
-        made: dict[int, Statistics] = {}
-        for name, sums in self._sums.items():
-            if not torch.isfinite(sums.maximum).all():
-                raise ExportError(f"the inputs of {name} are not finite: calibrate in fp32, or with other prompts")
-            made.setdefault(id(sums), sums.statistics())
-        if not made:
+        """What was taken in, by name; shared where it was."""
+        if not self._sums:
             raise ExportError("calibration has seen no token: give it prompts")
+        made = {key: sums.statistics() for key, sums in {id(sums): sums for sums in self._sums.values()}.items()}
         return {name: made[id(sums)] for name, sums in self._sums.items()}
 
     def _hook(self, name: str) -> Any:
@@ -177,9 +174,12 @@ class _Recorder:
             if self._last is not None and self._last[0] is x:
                 self._sums.setdefault(name, self._last[1])
                 return
-            sums = self._sums.setdefault(name, _Sums(x.shape[-1], self._gram))
-            sums.add(x)
-            self._last = x, sums
+            if not torch.isfinite(x).all():
+                raise ExportError(f"the inputs of {name} are not finite: calibrate in fp32, or with other prompts")
+            if name not in self._sums:
+                self._sums[name] = _Sums(x.shape[-1], self._gram)
+            self._sums[name].add(x)
+            self._last = x, self._sums[name]
 
         return take
 
