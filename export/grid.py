@@ -6,6 +6,7 @@ which is the grid of MatMulNBits, of block-wise DequantizeLinear-21 and of GGUF'
 arithmetic and the packing; it chooses no scale.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,13 +23,18 @@ BOUNDS: dict[Kind, tuple[int, int]] = {"int8": (-128, 127), "int4": (-8, 7)}  # 
 class Grid:
     """N outputs, K inputs, blocks of K // J inputs.
 
-    `levels` [N, K]: int8 (both integer kinds) or float8_e4m3fn. `scale` [N, J] float32, `offset` [N, J] float32 or None.
+    `levels` [N, K]: int8 (both integer kinds) or float8_e4m3fn. `scale` [N, J] and `offset` [N, J] (or None): float32.
     """
 
     kind: Kind
     levels: np.ndarray
     scale: Array
     offset: Array | None = None
+
+    @property
+    def lowest(self) -> int:
+        """The lowest level of an integer kind."""
+        return BOUNDS[self.kind][0]
 
     @property
     def block(self) -> int:
@@ -42,6 +48,32 @@ class Grid:
         if self.offset is not None:
             found += self.offset[..., None]
         return found.reshape(self.levels.shape)
+
+
+def joined(grids: Sequence[Grid]) -> Grid:
+    """The grid of several weights side by side along their outputs, in the finest form among them; no value changes.
+
+    int4 levels are int8 levels too, a block is two half as long with the same scale, no offset is an offset of zero.
+    """
+    if len(grids) == 1:
+        return grids[0]
+    if len({grid.kind for grid in grids} - {"int4", "int8"}) > 1:
+        raise ValueError(f"grids of {', '.join(sorted({grid.kind for grid in grids}))} cannot be joined")
+    blocks = max(grid.scale.shape[1] for grid in grids)
+    kind: Kind = next((grid.kind for grid in grids if grid.kind != "int4"), "int4")
+    has_offset = any(grid.offset is not None for grid in grids)
+
+    def finer(array: Array) -> Array:
+        return np.repeat(array, blocks // array.shape[1], axis=1)
+
+    return Grid(
+        kind,
+        np.concatenate([grid.levels for grid in grids]),
+        np.concatenate([finer(grid.scale) for grid in grids]),
+        np.concatenate([finer(np.zeros_like(grid.scale) if grid.offset is None else grid.offset) for grid in grids])
+        if has_offset
+        else None,
+    )
 
 
 def pack_nibbles(levels: np.ndarray) -> npt.NDArray[np.uint8]:

@@ -2,7 +2,8 @@
 
 A parameter is an initializer without data whose name is the state dict's; `Value.meta` says more where that is not
 all: `TRANSPOSED` (the name whose two axes are swapped in the file), `ALIASES` (further names of a tied parameter),
-`PARTS` (names and sizes of the parameters that it joins along their first axis).
+`PARTS` (names and sizes of the parameters that it joins along their first axis), `QUANTIZED` (which piece of the
+parameters' grids it holds, instead of the parameters themselves).
 This module knows names, shapes and bytes; it knows no operator.
 """
 
@@ -11,17 +12,34 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
 from specdec.engines.errors import ExportError, ResourceError
+from specdec.export.grid import Grid, joined, pack_nibbles
 
 TRANSPOSED = "specdec.transposed"
 ALIASES = "specdec.aliases"
 PARTS = "specdec.parts"
+QUANTIZED = "specdec.quantized"
 ALIGNMENT = 64  # bytes: a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """`Value.meta[QUANTIZED]`: a piece of the grid of a weight of N outputs and K inputs, J blocks each.
+
+    `piece`: `levels` [N, K], `scale` or `offset` [N, J], `unsigned`: levels counted from the lowest one. With
+    `inputs_first` the axes are swapped. `shape`: of the weight in the checkpoint. The value's own shape may be any that
+    holds as many elements; int4 levels and float scales are stored as its type says.
+    """
+
+    piece: Literal["levels", "unsigned", "scale", "offset"]
+    shape: tuple[int, ...]
+    inputs_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +63,14 @@ class _Slot:
     dtype: ir.DataType
     parts: tuple[_Part, ...]
     transposed: bool
+    quantized: Quantized | None
     offset: int
     length: int
 
 
 def graph_bytes(graph: ir.Model) -> int:
     """Bytes of the data file that `write_graph` writes."""
-    slots = _layout(graph)
-    return slots[-1].offset + slots[-1].length if slots else 0
+    return _end(_layout(graph))
 
 
 def write_graph(
@@ -60,34 +78,51 @@ def write_graph(
     weights: Mapping[str, torch.Tensor],
     path: Path,
     progress: Callable[[int, int], None] | None = None,
+    grids: Mapping[str, Grid] | None = None,
 ) -> None:
     """Write `graph` to `path` and its parameters, taken from `weights`, to `path` + ".data" beside it.
 
-    Holds one tensor at a time besides `weights`; equal graphs and weights give equal bytes. `progress(done, total)` is
-    called in bytes. Raises `ExportError` naming the first parameter that is missing, unused or of another shape,
-    before anything is written, and `ResourceError` when the disk does not take it.
+    What the graph holds quantized is taken from `grids`, which has the names of `weights`. Holds one tensor at a time
+    besides them; equal graphs, weights and grids give equal bytes. `progress(done, total)` is called in bytes. Raises
+    `ExportError` naming the first parameter that is missing, unused or of another shape, before anything is written,
+    and `ResourceError` when the disk does not take it.
     """
     slots = _layout(graph)
     _check(slots, weights)
     data = path.with_name(path.name + ".data")
     try:
-        _write_data(slots, weights, data, progress)
-        with _external(slots, data.name):
-            ir.save(graph, path)
+        _write_data(slots, weights, grids or {}, data, progress)
+        save_graph(graph, path, data.name)
     except OSError as exc:
         raise ResourceError(f"{exc.filename or data} cannot be written: {exc.strerror or exc}") from exc
 
 
+def save_graph(graph: ir.Model, path: Path, data: str) -> None:
+    """Write `graph` to `path`; its parameters are those in the file `data` beside it, laid out by `write_graph`."""
+    with _external(_layout(graph), data):
+        ir.save(graph, path)
+
+
 def _write_data(
-    slots: list[_Slot], weights: Mapping[str, torch.Tensor], data: Path, progress: Callable[[int, int], None] | None
+    slots: list[_Slot],
+    weights: Mapping[str, torch.Tensor],
+    grids: Mapping[str, Grid],
+    data: Path,
+    progress: Callable[[int, int], None] | None,
 ) -> None:
-    total = slots[-1].offset + slots[-1].length if slots else 0
+    total = _end(slots)
     with data.open("wb") as stream:
         for slot in slots:
+            if slot.offset < stream.tell():
+                continue  # the bytes of an earlier slot
             stream.write(bytes(slot.offset - stream.tell()))
-            _tensor(slot, weights).tofile(stream)
+            (_tensor(slot, weights) if slot.quantized is None else _piece(slot, slot.quantized, grids)).tofile(stream)
             if progress is not None:
                 progress(slot.offset + slot.length, total)
+
+
+def _end(slots: list[_Slot]) -> int:
+    return max((slot.offset + slot.length for slot in slots), default=0)
 
 
 @contextmanager
@@ -105,26 +140,33 @@ def _external(slots: list[_Slot], location: str) -> Iterator[None]:
 
 
 def _layout(graph: ir.Model) -> list[_Slot]:
-    """Parameters in the order of the graph's initializers, each at an aligned offset."""
+    """Parameters in the order of the graph's initializers, each at an aligned offset; equal bytes are there once."""
     slots: list[_Slot] = []
+    places: dict[object, int] = {}
     end = 0
     for value in graph.graph.initializers.values():
         if value.const_value is not None:
             continue
         if value.shape is None or value.dtype is None or value.name is None:
             raise ExportError(f"parameter {value.name} of the traced graph has no shape or no dtype")
-        source = value.meta.get(TRANSPOSED)
+        source, quantized = value.meta.get(TRANSPOSED), value.meta.get(QUANTIZED)
         sizes = [int(size) for size in value.shape.numpy()]
         original = sizes[::-1] if source else sizes  # as the checkpoint has it
-        joined = value.meta.get(PARTS) or ((source or value.name, original[0] if original else 0),)
+        if quantized is not None:
+            original = list(quantized.shape)
+        name = source or value.name
+        joined_parts = value.meta.get(PARTS) or ((name, original[0] if original else 0),)
         parts = tuple(
             _Part((name, *value.meta.get(ALIASES, ())), [size, *original[1:]] if original else [])
-            for name, size in joined
+            for name, size in joined_parts
         )
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
-        length = math.prod(sizes) * value.dtype.itemsize
-        slots.append(_Slot(value, value.name, value.shape, value.dtype, parts, source is not None, offset, int(length)))
-        end = offset + int(length)
+        length = math.ceil(math.prod(sizes) * value.dtype.itemsize)
+        same = (tuple(part.names for part in parts), source, quantized, value.dtype)
+        offset = places.setdefault(same, -(-end // ALIGNMENT) * ALIGNMENT)
+        slots.append(
+            _Slot(value, value.name, value.shape, value.dtype, parts, source is not None, quantized, offset, length)
+        )
+        end = max(end, offset + length)
     return slots
 
 
@@ -157,3 +199,22 @@ def _tensor(slot: _Slot, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
     if slot.transposed:
         tensor = tensor.t()
     return tensor.detach().to(device="cpu", dtype=dtype).contiguous().numpy()
+
+
+def _piece(slot: _Slot, quantized: Quantized, grids: Mapping[str, Grid]) -> np.ndarray:
+    """A piece of the parameter's grid as it lies in the file, in the value's type."""
+    grid = joined([next(grids[name] for name in part.names if name in grids) for part in slot.parts])
+    array: np.ndarray | None
+    if quantized.piece == "unsigned":
+        array = (grid.levels.astype(np.int16) - grid.lowest).astype(np.uint8)
+    else:
+        array = {"levels": grid.levels, "scale": grid.scale, "offset": grid.offset}[quantized.piece]
+    if array is None:
+        raise ExportError(f"{slot.name}: the weight's grid has no {quantized.piece}")
+    if quantized.inputs_first:
+        array = array.T
+    if quantized.piece in ("levels", "unsigned") and grid.kind == "int4":
+        return pack_nibbles(np.ascontiguousarray(array))
+    if quantized.piece in ("scale", "offset"):
+        array = array.astype(slot.dtype.numpy())
+    return np.ascontiguousarray(array)
