@@ -70,29 +70,28 @@ def smooth(
     groups: Sequence[Group],
     statistics: Mapping[str, Statistics],
     alpha: float,
-) -> dict[str, torch.Tensor]:
-    """The state dict with s_c = max|x_c|^alpha / max|w_c|^(1 - alpha) folded in; changed tensors are new.
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The state dict with s_c = max|x_c|^alpha / max|w_c|^(1 - alpha) folded in, and s [C] by consumers' names.
 
-    alpha 0 leaves activations' maxima to weights alone, 1 makes them all equal. Raises `ExportError` for a group whose
-    input was not calibrated.
+    alpha 0 makes weights' maxima equal, 1 inputs'. Changed tensors are new, in their dtype. The inputs of consumers are
+    divided by s: collect their statistics anew. Raises `ExportError` for a group whose input was not calibrated.
     """
-    found = dict(weights)
-    for group in groups:
+    found, made = dict(weights), {}
+    for group in reversed(groups):  # the rows of `up` before its columns, which they change
         first = group.consumers[0].name
         if first not in statistics:
             raise ExportError(f"the inputs of {first} were not calibrated")
-        maximum = torch.from_numpy(statistics[first].maximum)
         columns = [_maxima(found[consumer.name], consumer.axis) for consumer in group.consumers]
-        factors = _factors(maximum, torch.stack(columns).amax(0), alpha)
+        factors = _factors(torch.from_numpy(statistics[first].maximum), torch.stack(columns).amax(0), alpha)
         for source in group.sources:
             tensor = found[source.name]
             divisor = factors.reshape(-1, *[1] * (tensor.dim() - 1))
             found[source.name] = ((tensor.float() + source.offset) / divisor - source.offset).to(tensor.dtype)
         for consumer in group.consumers:
             tensor = found[consumer.name]
-            factor = factors.reshape(-1, *[1] * (1 - consumer.axis))
-            found[consumer.name] = (tensor.float() * factor).to(tensor.dtype)
-    return found
+            found[consumer.name] = (tensor.float() * factors.reshape(-1, *[1] * (1 - consumer.axis))).to(tensor.dtype)
+            made[consumer.name] = factors
+    return found, made
 
 
 def _factors(inputs: torch.Tensor, columns: torch.Tensor, alpha: float) -> torch.Tensor:
