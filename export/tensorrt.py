@@ -24,10 +24,12 @@ from specdec.engines.plan import Shape, input_shapes, plan_key, plan_sizes, prof
 from specdec.engines.trt_library import Backend, Library, Messages, collecting_logger, dtype_name, load_library, tidy
 from specdec.export.bundle import check_memory
 
-# What a build holds at its peak, measured with TensorRT-RTX 1.7.1: the library and its compiler, and the weights
-# several times (as read, as constants of the network, as laid out for kernels, as serialized).
+# What a build holds at its peak, measured with TensorRT-RTX 1.7.1: the library and its compiler, and every weight four
+# times (as read, as a constant of the network, as laid out for kernels, as serialized), in 16 bits at least: narrower
+# ones are unpacked on the way.
 BUILD_BASE = 5 * 2**26
-BUILD_PER_WEIGHT = 4.0
+BUILD_COPIES = 4
+BUILD_ITEMSIZE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,6 @@ def build_plans(
         inputs=_input_types(spec),
         **sizes,
     )
-    check_memory(build_memory(bundle / graph))
     started = time.perf_counter()
     serialized, counts = build(library, bundle / graph, spec, plan, workspace)
     path = bundle / plan.file
@@ -93,11 +94,13 @@ def build_plans(
     return [BuiltPlan(key, plan, counts, time.perf_counter() - started, path.stat().st_size)]
 
 
-def build_memory(graph: Path) -> int:
-    """Bytes of main memory that compiling `graph` takes at its peak (estimate; docs/engines.md has the figures)."""
-    data = graph.with_name(f"{graph.name}.data")
-    weights = graph.stat().st_size + (data.stat().st_size if data.is_file() else 0)
-    return BUILD_BASE + int(BUILD_PER_WEIGHT * weights)
+def build_memory(model: ir.Model) -> int:
+    """Bytes of main memory that compiling `model` takes at its peak (estimate; docs/engines.md has the figures)."""
+    weights = 0
+    for value in model.graph.initializers.values():
+        if (tensor := value.const_value) is not None:
+            weights += int(tensor.size * max(tensor.dtype.itemsize, BUILD_ITEMSIZE))
+    return BUILD_BASE + BUILD_COPIES * weights
 
 
 def known_architectures(library: Library, backend: Backend, wanted: Sequence[str]) -> list[str]:
@@ -124,11 +127,12 @@ def build(
     library: Library, graph: Path, spec: ModelSpec, plan: Plan, workspace: int | None = None
 ) -> tuple[Any, Counts]:
     """Compile `graph` as `plan` says; return the serialized engine (a buffer) and the counts. Errors: `build_plans`."""
+    model = fixed_capacity(graph, plan.capacity)
+    check_memory(build_memory(model))
     logger, messages = collecting_logger(library)
     builder = library.Builder(logger)
     # the network lives as long as the parser reads it and the builder compiles it
     network = builder.create_network(1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    model = _fixed_capacity(graph, plan.capacity)
     parser = library.OnnxParser(network, logger)
     if not parser.parse(ir.to_proto(model).SerializeToString(), str(graph)):
         raise ExportError(f"{plan.backend} does not take this graph: {_parser_reason(parser)}")
@@ -212,7 +216,7 @@ def _inputs(layer: Any) -> Iterator[Any]:
     return (tensor for tensor in tensors if tensor is not None)
 
 
-def _fixed_capacity(path: Path, capacity: int) -> ir.Model:
+def fixed_capacity(path: Path, capacity: int) -> ir.Model:
     """The graph of `path`, its weights left where they are, with caches of `capacity` slots."""
     model = ir.load(path)
     for value in (*model.graph.inputs, *model.graph.outputs):
