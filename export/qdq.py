@@ -21,9 +21,9 @@ from specdec.export.recipes import Kind
 class RoundedInputs(ir.passes.InPlacePass):
     """Let products read their inputs rounded to `kind`; products of one input share the pair.
 
-    Needs products as `products` knows them, weights not quantized yet. `scales` by the state-dict names of the products'
-    weights: products without one stay as they are. Raises `ExportError` when parts of one product have different scales,
-    or some none, and when a scale is of no product. New nodes have no names: `CanonicalForm` gives them.
+    Needs products as `products` knows them, weights not quantized yet. `scales` by the state-dict names of weights:
+    products without one stay as they are. Raises `ExportError` when parts of a product have different scales, or only
+    some have one, and when a scale is of no product. New nodes have no names: `CanonicalForm` gives them.
     """
 
     def __init__(self, kind: Kind, scales: Mapping[str, float]) -> None:
