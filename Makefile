@@ -9,7 +9,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.specdec-installed
 
-.PHONY: help venv test test-fast test-gpu mutants lint demo models clean
+.PHONY: help venv test test-fast test-gpu mutants lint demo engines models clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo 'make test       all tests: the fast ones, then those that need a real model or the network'
 	@echo 'make test-fast  tests that need neither'
 	@echo 'make test-gpu   tests that need an NVIDIA GPU'
+	@echo 'make engines    compile a real model with TensorRT-RTX, without a GPU, in every precision it takes'
 	@echo 'make mutants    plant faults in the runtime, one at a time; the tests have to notice each'
 	@echo 'make lint       ruff check, ruff format --check, mypy --strict'
 	@echo 'make models     fetch the real test model into the cache'
@@ -56,6 +57,9 @@ lint: $(STAMP)
 
 demo: $(STAMP) models
 	$(RUN) specdec.tools.demo
+
+engines: $(STAMP) models
+	$(RUN) specdec.tools.engines
 
 clean:
 	rm -rf $(VENV) build dist specdec.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ from specdec.engines.contract import CHUNK_INPUTS, ModelSpec, past_names
 from specdec.engines.errors import ContractError, EngineUnavailableError
 from specdec.engines.manifest import Limits, Plan
 
-PREFILL_WIDTH = 256  # tokens of a prefill pass: the runtime's own passes are no wider (runtime/kv.py)
+PREFILL_WIDTH = 512  # tokens of a prefill pass: the runtime asks for 256 (runtime/kv.py), the invariance gate for 300
 LEAST_VERIFY_WIDTH = 2  # `exact` runs no pass of one token
 USUAL_WIDTH = 8  # tokens of a pass that speculates on four to seven
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from specdec.engines.errors import BundleError, ExportError, ResourceError
-from specdec.engines.manifest import MANIFEST_NAME, Manifest, read_manifest, verify_files
+from specdec.engines.manifest import MANIFEST_NAME, Manifest, Plan, encode, file_record, read_manifest, verify_files
 from specdec.export import bundle as module
 from specdec.export.bundle import (
     GIB,
@@ -225,6 +225,47 @@ def test_damaged_manifests(damaged: Path) -> None:
     path.unlink()
     with pytest.raises(BundleError, match=r"is not a bundle: no specdec.json \(make one with specdec-export\)"):
         read_manifest(damaged)
+
+
+def test_plans_are_listed_verified_and_read_back(damaged: Path) -> None:
+    manifest = read_manifest(damaged)
+    variant = manifest.target.variants["fp32"]
+    assert variant.plans == {}
+    plan = Plan(
+        backend="tensorrt-rtx",
+        library="1.7.1",
+        architectures=["sm89"],
+        file="target/fp32/tensorrt-rtx-sm89.plan",
+        max_batch=8,
+        prefill_width=512,
+        verify_width=64,
+        capacity=1536,
+        inputs={"input_ids": "int64"},
+    )
+    target = msgspec.structs.replace(
+        manifest.target, variants={"fp32": msgspec.structs.replace(variant, plans={"tensorrt-rtx-sm89": plan})}
+    )
+    changed = msgspec.structs.replace(manifest, target=target)
+    (damaged / MANIFEST_NAME).write_bytes(encode(changed))
+    with pytest.raises(BundleError, match=r"needs target/fp32/tensorrt-rtx-sm89.plan and does not list it"):
+        read_manifest(damaged)
+    (damaged / plan.file).write_bytes(b"engine")
+    listed = msgspec.structs.replace(changed, files={**manifest.files, plan.file: file_record(damaged / plan.file)})
+    (damaged / MANIFEST_NAME).write_bytes(encode(listed))
+    assert read_manifest(damaged).target.variants["fp32"].plans == {"tensorrt-rtx-sm89": plan}
+    verify(damaged)
+    (damaged / plan.file).write_bytes(b"enginf")
+    with pytest.raises(BundleError, match=r"sm89.plan is damaged: its SHA-256"):
+        verify(damaged)
+    text = (damaged / MANIFEST_NAME).read_text()
+    for change, message in (
+        (('"backend": "tensorrt-rtx"', '"backend": "openvino"'), "Invalid enum value 'openvino'"),
+        (('"max_batch": 8,\n', '"max_batch": 0,\n'), "Expected `int` >= 1"),
+    ):
+        assert change[0] in text
+        (damaged / MANIFEST_NAME).write_text(text.replace(*change))
+        with pytest.raises(BundleError, match=message):
+            read_manifest(damaged)
 
 
 def test_disk_is_checked_where_the_bundle_will_be(tmp_path: Path) -> None:

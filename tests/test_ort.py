@@ -5,14 +5,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from specdec.engines.contract import Chunk, ModelSpec
 from specdec.engines.errors import ContractError, EngineError, EngineUnavailableError, RequestError
 from specdec.engines.manifest import read_manifest
-from specdec.engines.ort import OrtEngine
+from specdec.engines.ort import PROVIDERS, OrtEngine
 from specdec.engines.registry import EngineConfig, backends, open_engine
 from support.bundles import shared_bundle, tiny_bundle
+from support.qdq import quantized
 from support.scoring import chain
 
 
@@ -49,7 +51,7 @@ MEMORY_CHILD = """
 import sys, numpy as np
 from pathlib import Path
 from specdec.engines.manifest import read_manifest
-from specdec.engines.ort import OrtEngine
+from specdec.engines.ort import PROVIDERS, OrtEngine
 from support.scoring import chain
 
 def peak_kib():
@@ -160,22 +162,24 @@ def test_a_provider_that_is_not_there_is_an_error_not_a_fallback(graph: tuple[Pa
         open_engine(*graph, EngineConfig(provider="cuda"))
 
 
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt", "tensorrt-rtx"])
 def test_a_provider_that_was_not_taken_is_an_error(
-    graph: tuple[Path, ModelSpec], monkeypatch: pytest.MonkeyPatch
+    graph: tuple[Path, ModelSpec], monkeypatch: pytest.MonkeyPatch, provider: str
 ) -> None:
     """onnxruntime-gpu without a working driver lists CUDA and then runs on the CPU without a word."""
     import onnxruntime
 
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
-    with pytest.raises(EngineUnavailableError, match="CUDAExecutionProvider was asked for and ONNX Runtime took CPU"):
-        open_engine(*graph, EngineConfig(provider="cuda"))
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: list(PROVIDERS.values()))
+    message = f"{PROVIDERS[provider]} was asked for and ONNX Runtime took CPU"
+    with pytest.raises(EngineUnavailableError, match=message):
+        open_engine(*graph, EngineConfig(provider=provider))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (EngineConfig(backend="tensorflow"), f"unknown backend 'tensorflow': choose one of {', '.join(backends())}"),
-        (EngineConfig(provider="tpu"), "unknown provider 'tpu': choose one of cpu, cuda"),
+        (EngineConfig(provider="tpu"), "unknown provider 'tpu': choose one of cpu, cuda, tensorrt, tensorrt-rtx"),
     ],
 )
 def test_unknown_names_list_the_known_ones(graph: tuple[Path, ModelSpec], config: EngineConfig, message: str) -> None:
@@ -223,6 +227,47 @@ def test_a_graph_that_is_not_the_manifests_model_is_refused(graph: tuple[Path, M
 def test_buffers_of_another_engine_are_refused(engine: OrtEngine) -> None:
     with pytest.raises(ContractError, match="takes the buffers that it allocates, not object"):
         engine.step(chain(np.ones((1, 2), np.int64), [0]), object())
+
+
+def test_rounding_is_computed_as_written(graph: tuple[Path, ModelSpec], tmp_path: Path) -> None:
+    """Fused Q/DQ pairs saturate on AVX2: what a TensorRT engine is compared with must not be fused."""
+    import onnxruntime
+
+    path = quantized(graph[0], tmp_path / "model.onnx", ir.DataType.INT8, activations=True)
+    engine = OrtEngine(path, graph[1], threads=1)
+    chunk = chain(tokens((1, 16)), [0])
+    found = engine.step(chunk, engine.allocate(1, 128))
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3  # the cache is copied here, which it warns of
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    cache = np.zeros((1, graph[1].num_kv_heads, 128, graph[1].head_dim), np.float32)
+    feeds = {value.name: getattr(chunk, value.name, cache) for value in session.get_inputs()}
+    expected = session.run(["logits"], feeds)[0]
+    assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
+
+
+def test_float8_rounding_around_float32_products_loads(graph: tuple[Path, ModelSpec], tmp_path: Path) -> None:
+    path = quantized(graph[0], tmp_path / "model.onnx", ir.DataType.FLOAT8E4M3FN, activations=True)
+    engine = OrtEngine(path, graph[1])
+    assert np.isfinite(engine.step(chain(tokens((1, 4)), [0]), engine.allocate(1, 128))).all()
+
+
+def test_bfloat16_is_refused(graph: tuple[Path, ModelSpec]) -> None:
+    import msgspec
+
+    with pytest.raises(
+        EngineError, match=r"no bfloat16 kernels on the CPU.*: use precision fp32 or fp16, or backend ten"
+    ):
+        open_engine(graph[0], msgspec.structs.replace(graph[1], dtype="bfloat16"))
+
+
+def test_logits_of_another_size_are_refused(graph: tuple[Path, ModelSpec]) -> None:
+    import msgspec
+
+    spec = msgspec.structs.replace(graph[1], logits_size=graph[1].logits_size + 1)
+    with pytest.raises(ContractError, match=r"logits is tensor\(float\) .*, the manifest says float32, 337 wide"):
+        open_engine(graph[0], spec)
 
 
 @pytest.mark.gpu

@@ -257,7 +257,7 @@ def test_the_builder_leaves_the_graph_alone(plain: tuple[Path, ModelSpec]) -> No
 @pytest.mark.parametrize(
     ("limits", "sizes", "names"),
     [
-        ((8, 8192, 64), (8, 256, 64, 8704), ["verify 8 x 64 (logits at 64)", "prefill 1 x 256 (logits at 64)"]),
+        ((8, 8192, 64), (8, 512, 64, 8704), ["verify 8 x 64 (logits at 64)", "prefill 1 x 512 (logits at 64)"]),
         ((1, 100, 1), (1, 128, 2, 128), ["verify 1 x 2 (logits at 2)", "prefill 1 x 128 (logits at 2)"]),
     ],
 )

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-HALF = np.dtype(np.float16)
 LARGEST = {ir.DataType.INT8: 127, ir.DataType.INT4: 7, ir.DataType.FLOAT8E4M3FN: 448}
 NUMPY = {ir.DataType.INT8: np.int8, ir.DataType.INT4: ml_dtypes.int4, ir.DataType.FLOAT8E4M3FN: ml_dtypes.float8_e4m3fn}
 
@@ -43,7 +42,7 @@ def quantized(
             continue
         node.replace_input_with(1, _weight(node, weight, kind, block, axis))
         if activations:
-            node.replace_input_with(0, _rounded(node, hidden, kind))
+            node.replace_input_with(0, _rounded(node, hidden, kind, weight.const_value.numpy().dtype))
     for name in [name for name, value in graph.initializers.items() if not value.uses()]:
         del graph.initializers[name]
     if edit is not None:
@@ -56,15 +55,15 @@ def quantized(
 def _weight(node: ir.Node, weight: ir.Value, kind: ir.DataType, block: int | None, axis: int) -> ir.Value:
     """DequantizeLinear of the weight's levels."""
     assert weight.const_value is not None
-    data = weight.const_value.numpy().astype(np.float32)
+    data, real = weight.const_value.numpy().astype(np.float32), weight.const_value.numpy().dtype
     largest = LARGEST[kind]
     if block is None:
-        scale = (np.abs(data).max(axis=0) / largest).astype(HALF)  # [N]
+        scale = (np.abs(data).max(axis=0) / largest).astype(real)  # [N]
         wide, attributes = scale, {"axis": 1}
     else:
         shape = list(data.shape)
         shape[axis : axis + 1] = [math.ceil(shape[axis] / block), block]
-        scale = (np.abs(data.reshape(shape)).max(axis=axis + 1) / largest).astype(HALF)
+        scale = (np.abs(data.reshape(shape)).max(axis=axis + 1) / largest).astype(real)
         wide, attributes = np.repeat(scale, block, axis), {"axis": axis, "block_size": block}
     levels = data / wide.astype(np.float32)
     if kind != ir.DataType.FLOAT8E4M3FN:
@@ -75,9 +74,9 @@ def _weight(node: ir.Node, weight: ir.Value, kind: ir.DataType, block: int | Non
     return _insert(node, "DequantizeLinear", inputs, **attributes)
 
 
-def _rounded(node: ir.Node, hidden: ir.Value, kind: ir.DataType) -> ir.Value:
+def _rounded(node: ir.Node, hidden: ir.Value, kind: ir.DataType, real: np.dtype) -> ir.Value:
     """QuantizeLinear and DequantizeLinear of `hidden`, with one scale."""
-    scale = _parameter(node, f"{node.name}.input_scale", np.array(8 / LARGEST[kind], HALF))
+    scale = _parameter(node, f"{node.name}.input_scale", np.array(8 / LARGEST[kind], real))
     zero = _parameter(node, f"{node.name}.input_zero", np.array(0, NUMPY[kind]), kind)
     levels = _insert(node, "QuantizeLinear", [hidden, scale, zero])
     return _insert(node, "DequantizeLinear", [levels, scale, zero])
