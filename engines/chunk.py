@@ -28,12 +28,13 @@ class RowInput:
 def pack(inputs: Sequence[RowInput], past_lens: IntArray, min_width: int, max_length: int) -> Chunk:
     """Lay rows out as one chunk, right-padded to the widest (at least `min_width`).
 
-    past_lens [B]. Padding continues the chain: it sees its row, and nothing of its row sees it. Positions stop at
+    Where a pass of one token has other bits (`min_width` 2 or more), so may a product of one row: logits are asked for
+    at two positions at least. past_lens [B]. Padding continues the chain: it sees its row, and nothing of its row sees it. Positions stop at
     `max_length - 1`, which only padding can reach.
     """
     rows = len(inputs)
     width = max(min_width, *(len(row.tokens) for row in inputs))
-    wanted = max(1, *(row.logits for row in inputs))
+    wanted = max(min(min_width, 2), *(row.logits for row in inputs))
     ids = np.zeros((rows, width), np.int64)
     positions = past_lens[:, None] + np.arange(width)  # [B, S]
     mask = np.empty((rows, width, width), np.bool_)

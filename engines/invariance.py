@@ -199,7 +199,7 @@ def tree_noise(engine: Engine, row: Sequence[int], *, trees: int = 8, nodes: int
         for leaf in sorted(set(range(nodes)) - set(parents)):
             path = nodes_to(parents, leaf)
             chain = RowInput([tokens[node] for node in path], len(path))
-            alone[path] = engine.step(pack([chain], past, LEAST_WIDTH, longest), kv)[0]
+            alone[path] = engine.step(pack([chain], past, LEAST_WIDTH, longest), kv)[0, : len(path)]
         fork = next((node for node, parent in enumerate(parents) if parent != node - 1), nodes)
         exact = exact and same_bits(found[:fork], alone[:fork])
         differences.append(_largest_difference(found[fork:], alone[fork:]))

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from specdec.engines.contract import CONTRACT_VERSION, ModelSpec
+from specdec.engines.damage import Damage
 from specdec.engines.errors import BundleError
 
 SCHEMA_VERSION = 1
@@ -77,13 +78,16 @@ class Plan(_Record, frozen=True):
 class Variant(_Record, frozen=True):
     """One precision of one model: its graph, what was measured on it, and what was compiled from it.
 
-    `plans`: by backend and architectures, as in "tensorrt-rtx-sm89".
+    `damage`: what quantization costs, against the checkpoint in float32 on the prompts of `engines/prompts` (None: it
+    is not quantized). `parity` is then that of the quantized weights, without the rounding of activations. `plans`: by
+    backend and architectures, as in "tensorrt-rtx-sm89".
     """
 
     graph: str
     precision: str
     parity: Parity
     invariance: Invariance
+    damage: Damage | None = None
     plans: dict[str, Plan] = {}
 
 

@@ -6,12 +6,13 @@ every block. This module knows which grids there are and no number in them.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import onnx_ir as ir
 
 from specdec.engines.errors import ExportError
 from specdec.export.canonical import is_parameter
-from specdec.export.edit import constant, insert, nodes_of
+from specdec.export.edit import constant, insert, nodes_of, replace_output
 from specdec.export.grid import Grid, joined
 from specdec.export.products import Product, find_products
 from specdec.export.weights import ALIASES, PARTS, QUANTIZED, TRANSPOSED, Quantized
@@ -109,41 +110,44 @@ def checkpoint_shape(weight: ir.Value) -> tuple[int, ...]:
 def _dequantize_product(
     graph: ir.Graph, product: Product, grid: Grid, sums: dict[tuple[ir.Value, int], ir.Value]
 ) -> None:
-    node, weight = product.node, product.weight
-    real = weight.dtype
-    if real is None:
-        raise ExportError(f"parameter {weight.name} of the traced graph has no type")
+    node, weight, real = product.node, product.weight, _real(product.weight)
     inputs, outputs, blocks = product.inputs, product.outputs, grid.scale.shape[1]
-    shape = checkpoint_shape(weight)
-    first = not product.outputs_first
+    shape, first = checkpoint_shape(weight), not product.outputs_first
     sizes = (inputs, outputs) if first else (outputs, inputs)
-    scales = (blocks, outputs) if first else (outputs, blocks)
+    if blocks == 1:  # one scale for each output
+        scales: tuple[int, ...] = (outputs,)
+        attributes: dict[str, Any] = {"axis": int(first)}
+    else:
+        scales = (blocks, outputs) if first else (outputs, blocks)
+        attributes = {"axis": int(not first), "block_size": grid.block}
     levels = piece(graph, weight, Quantized("levels", shape, first), sizes, LEVEL_TYPES[grid.kind])
     scale = piece(graph, weight, Quantized("scale", shape, first), scales, real)
-    dense = insert(node, "DequantizeLinear", [levels, scale], axis=0 if first else 1, block_size=grid.block)
-    node.replace_input_with(1, dense)
+    node.replace_input_with(1, insert(node, "DequantizeLinear", [levels, scale], **attributes))
     if grid.offset is None:
         return
-    key = (product.hidden, grid.block)
-    if key not in sums:
-        flat = [-1] if node.op_type == "Gemm" else [0, 0]
-        split = insert(node, "Reshape", [product.hidden, constant(node, [*flat, blocks, grid.block])])
-        sums[key] = insert(node, "ReduceSum", [split, constant(node, [-1])], keepdims=0)  # [..., J]
+    if (product.hidden, blocks) not in sums:
+        leading = [-1] if node.op_type == "Gemm" else [0, 0]
+        split = insert(node, "Reshape", [product.hidden, constant(node, [*leading, blocks, grid.block])])
+        sums[product.hidden, blocks] = insert(node, "ReduceSum", [split, constant(node, [-1])], keepdims=0)  # [.., J]
     offset = piece(graph, weight, Quantized("offset", shape, True), (blocks, outputs), real)
-    shift = insert(node, "MatMul", [sums[key], offset])
+    shift = insert(node, "MatMul", [sums[product.hidden, blocks], offset])
     old = node.outputs[0]
     total = ir.node("Add", [old, shift])
     graph.insert_after(node, total)
     new = total.outputs[0]
-    new.type, new.shape = old.type, old.shape
+    new.name, new.type, new.shape = old.name, old.type, old.shape
     old.replace_all_uses_with(new, replace_graph_outputs=True)
     total.replace_input_with(0, old)
 
 
+def _real(weight: ir.Value) -> ir.DataType:
+    if weight.dtype is None:
+        raise ExportError(f"parameter {weight.name} of the traced graph has no type")
+    return weight.dtype
+
+
 def _dequantize_embedding(graph: ir.Graph, node: ir.Node, table: ir.Value, grid: Grid) -> None:
-    ids, real = node.inputs[1], table.dtype
-    if real is None:
-        raise ExportError(f"parameter {table.name} of the traced graph has no type")
+    ids, real = node.inputs[1], _real(table)
     outputs, inputs = checkpoint_shape(table)
     shape = (outputs, inputs)
     levels = piece(graph, table, Quantized("levels", shape), shape, LEVEL_TYPES[grid.kind])
@@ -151,7 +155,4 @@ def _dequantize_embedding(graph: ir.Graph, node: ir.Node, table: ir.Value, grid:
     rows = insert(node, "Gather", [levels, ids], axis=0)  # [B, S, H]
     scales = insert(node, "Gather", [scale, ids], axis=0)  # [B, S, H / block]
     dense = insert(node, "DequantizeLinear", [rows, scales], axis=2, block_size=grid.block)
-    old = node.outputs[0]
-    dense.type, dense.shape = old.type, old.shape
-    old.replace_all_uses_with(dense, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
+    replace_output(node, dense)

@@ -47,6 +47,7 @@ class CanonicalForm(ir.passes.InPlacePass):
         graph.name, model.producer_name, model.producer_version = "specdec", "specdec", None
         model.opset_imports.clear()
         model.opset_imports[""] = OPSET
+        model.opset_imports.update(dict.fromkeys(sorted({node.domain for node in nodes} - {""}), 1))
         return ir.passes.PassResult(model, modified=True)
 
     @staticmethod

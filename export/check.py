@@ -5,8 +5,9 @@ Parity compares with logits that were computed before the graph was written, so 
 engine loads. This module knows the `Engine` protocol, not a backend, and nothing of files.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,21 @@ def reference(model: Any, tokens: Sequence[int], vocab_size: int) -> Reference:
         for row, length in wanted:
             logits[batch[row][:length]] = output[row, keep.index(length - 1)].float().numpy().copy()
     return Reference(rounds, long_round, logits)
+
+
+def reference_logits(
+    model: Any, texts: Iterable[Sequence[int]], spec: ModelSpec, folder: Path
+) -> list[tuple[list[int], FloatArray]]:
+    """PyTorch's logits [L - 1, V] for each text of L tokens, in files of `folder` that are mapped, not read."""
+    found: list[tuple[list[int], FloatArray]] = []
+    for index, ids in enumerate(texts):
+        tokens = [token for token in ids if token < spec.vocab_size]
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1, : spec.vocab_size]
+        file = folder / f"{index}.npy"
+        np.save(file, logits.float().numpy())
+        found.append((tokens, np.load(file, mmap_mode="r")))
+    return found
 
 
 def _batches(paths: Collection[TokenPath]) -> Iterator[list[TokenPath]]:

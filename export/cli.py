@@ -20,7 +20,8 @@ import msgspec
 
 from specdec.engines.command import CommandParser, run_command
 from specdec.engines.errors import ExportError
-from specdec.export.options import BACKENDS, DEFAULT_DRAFTERS, DRAFTERS, PRECISIONS, ExportOptions, Progress
+from specdec.export.options import DEFAULT_BACKENDS, DEFAULT_DRAFTERS, DRAFTERS, ExportOptions, Progress
+from specdec.export.recipes import BACKENDS, PRECISIONS
 
 if TYPE_CHECKING:
     from specdec.engines.manifest import Manifest, Model
@@ -30,7 +31,8 @@ EXTRA_MODULES = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnx
 EXAMPLES = """examples:
   specdec-export ./SmolLM2-135M-Instruct -o smollm2.bundle
   specdec-export model.gguf -o model.bundle --drafter ngram --drafter model:small.gguf
-  specdec-export Qwen/Qwen3-0.6B -o qwen3.bundle --precision fp16 --max-length 4096 --json
+  specdec-export Qwen/Qwen3-0.6B -o qwen3.bundle --precision int8 --draft-precision int4 --max-length 4096 --json
+  specdec-export ./llama -o llama.bundle --precision fp8 --calibration prompts.jsonl --backend tensorrt-rtx --arch sm89
 """
 
 
@@ -55,8 +57,31 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--draft-precision", metavar="P", help="precision of the draft model (default: the target's)")
     parser.add_argument(
-        "--backend", metavar="B", default=default["backend"], help=f"{' | '.join(BACKENDS)} (default: %(default)s)"
+        "--keep",
+        metavar="PATTERN",
+        action="append",
+        help="weights not to quantize, by their names in the checkpoint, as 'model.layers.0.*'; repeatable",
     )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        type=Path,
+        help="prompts that scales are chosen on, JSON lines or paragraphs (default: a small built-in set)",
+    )
+    parser.add_argument(
+        "--backend",
+        metavar="B",
+        action="append",
+        help=f"{' | '.join(BACKENDS)}; repeatable (default: {', '.join(DEFAULT_BACKENDS)})",
+    )
+    parser.add_argument(
+        "--arch",
+        metavar="SM",
+        action="append",
+        help="GPU architecture to compile TensorRT-RTX plans for, as sm89; repeatable",
+    )
+    parser.add_argument("--workspace", metavar="MIB", type=int, help="most GPU memory that a layer of a plan may use "
+                        "(default: the library's)")  # fmt: skip
     for name, what in (("max_batch", "rows"), ("max_length", "tokens of a row"), ("max_tree", "nodes of a draft tree")):
         shown = default[name] if default[name] is not None else "the model's, up to 8192"
         parser.add_argument(
@@ -93,6 +118,9 @@ def _export(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "quiet", "debug")}
     settings["drafters"] = tuple(settings.pop("drafter") or DEFAULT_DRAFTERS)
+    settings["backends"] = tuple(settings.pop("backend") or DEFAULT_BACKENDS)
+    settings["archs"] = tuple(settings.pop("arch") or ())
+    settings["keep"] = tuple(settings.pop("keep") or ())
     options = ExportOptions(**settings)
     if not arguments.debug:
         _hush()

@@ -14,13 +14,26 @@ def nodes_of(model: ir.Model, operator: str) -> list[ir.Node]:
     return [node for node in model.graph if node.op_type == operator and not node.domain]
 
 
-def insert(before: ir.Node, operator: str, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
+def insert(
+    before: ir.Node, operator: str, inputs: Sequence[ir.Value | None], domain: str = "", **attributes: Any
+) -> ir.Value:
     """Insert a node and return its output."""
-    node = ir.node(operator, inputs, {name: value for name, value in attributes.items() if value is not None})
+    given = {name: value for name, value in attributes.items() if value is not None}
+    node = ir.node(operator, inputs, given, domain=domain)
     if before.graph is None:
         raise ExportError(f"{before.name} is in no graph")
     before.graph.insert_before(before, node)
     return node.outputs[0]
+
+
+def replace_output(node: ir.Node, value: ir.Value) -> None:
+    """Put `value` in the place of the only output of `node`, name and shape included, and remove `node`."""
+    old = node.outputs[0]
+    value.name, value.type, value.shape = old.name, old.type, old.shape
+    old.replace_all_uses_with(value, replace_graph_outputs=True)
+    if node.graph is None:
+        raise ExportError(f"{node.name} is in no graph")
+    node.graph.remove(node, safe=True)
 
 
 def constant(before: ir.Node, values: Sequence[int]) -> ir.Value:

@@ -9,20 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from specdec.engines.contract import Dtype
 from specdec.engines.errors import RequestError
+from specdec.export.recipes import BACKENDS, ORT, TENSORRT, check_arch, find_recipe
 
-PRECISIONS: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16"}
-BACKENDS = ("ort",)
 DRAFTERS = ("ngram", "model:PATH", "none")
 DEFAULT_DRAFTERS = ("ngram",)
+DEFAULT_BACKENDS = ORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
     """One export. `max_length` None: the model's own, up to a cap; `draft_precision` None: the target's.
 
-    Raises `RequestError` for a name that is unknown or a limit below one.
+    `archs`: GPU architectures ("sm89") to compile for. `workspace`: MiB of GPU memory that a layer may use (None: the
+    library's default). `calibration`: prompts that scales are chosen on (None: the built-in ones). `keep`: patterns of
+    weights that are not quantized. Raises `RequestError` for a name that is unknown, a limit below one, or a precision
+    that one of `backends` or `archs` does not take.
     """
 
     model: str
@@ -30,7 +32,11 @@ class ExportOptions:
     drafters: tuple[str, ...] = DEFAULT_DRAFTERS
     precision: str = "fp32"
     draft_precision: str | None = None
-    backend: str = "ort"
+    backends: tuple[str, ...] = DEFAULT_BACKENDS
+    archs: tuple[str, ...] = ()
+    workspace: int | None = None
+    calibration: Path | None = None
+    keep: tuple[str, ...] = ()
     max_batch: int = 8
     max_length: int | None = None
     max_tree: int = 64
@@ -39,16 +45,20 @@ class ExportOptions:
     force: bool = False
 
     def __post_init__(self) -> None:
+        if unknown := [backend for backend in self.backends if backend not in BACKENDS]:
+            raise RequestError(_not_available("backend", unknown[0], BACKENDS))
+        if self.archs and not set(self.backends) & set(TENSORRT):
+            raise RequestError(f"--arch is of {' and '.join(TENSORRT)}: name one of them with --backend")
         for precision in (self.precision, self.draft_precision or self.precision):
-            if precision not in PRECISIONS:
-                raise RequestError(_not_available("precision", precision, tuple(PRECISIONS)))
-        if self.backend not in BACKENDS:
-            raise RequestError(_not_available("backend", self.backend, BACKENDS))
+            recipe = find_recipe(precision, self.backends)
+            for arch in self.archs:
+                check_arch(recipe, arch)
         check_drafters(self.drafters)
         for name, value in (
             ("max_batch", self.max_batch),
             ("max_length", self.max_length),
             ("max_tree", self.max_tree),
+            ("workspace", self.workspace),
         ):
             if value is not None and value < 1:
                 raise RequestError(f"{name} is {value}: it must be at least 1")

@@ -14,7 +14,7 @@ from onnxscript import optimizer, rewriter
 from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import ExportError
 from specdec.export.canonical import CanonicalForm, ContractForm, is_parameter
-from specdec.export.edit import constant, insert, nodes_of
+from specdec.export.edit import constant, insert, nodes_of, replace_output
 from specdec.export.projections import JoinedProjections
 from specdec.export.weights import TRANSPOSED
 
@@ -23,7 +23,7 @@ SMALL = 64  # elements of a constant that may be computed here
 
 def lower(model: ir.Model) -> ir.Model:
     """Fold and merge what a trace leaves behind (constants, shape arithmetic, repetitions); prepare attention."""
-    return _run(
+    return run_passes(
         model,
         [
             Folded(),
@@ -39,7 +39,7 @@ def lower(model: ir.Model) -> ir.Model:
 
 def finish(model: ir.Model, spec: ModelSpec) -> ir.Model:
     """Store weights as products read them, name and order everything reproducibly, and check the contract."""
-    return _run(
+    return run_passes(
         model,
         [
             TiedHead(),
@@ -139,7 +139,7 @@ class PackedGroups(ir.passes.InPlacePass):
             packed = insert(node, "Reshape", [query, constant(node, [0, shared, -1, size])])
             inputs = [packed, *node.inputs[1:3], repeated[mask, groups]]
             attended = insert(node, "Attention", inputs, scale=node.attributes.get_float("scale"))
-            _replace(node, insert(node, "Reshape", [attended, constant(node, [0, heads, -1, size])]))
+            replace_output(node, insert(node, "Reshape", [attended, constant(node, [0, heads, -1, size])]))
             changed = True
         return ir.passes.PassResult(model, modified=changed)
 
@@ -167,7 +167,7 @@ class TiedHead(ir.passes.InPlacePass):
             product = insert(node, "Gemm", [flat, parameter], transB=1)  # [B * N, V]
             leading = insert(node, "Shape", [hidden], start=0, end=2)
             shape = insert(node, "Concat", [leading, constant(node, [outputs])], axis=0)
-            _replace(node, insert(node, "Reshape", [product, shape]))
+            replace_output(node, insert(node, "Reshape", [product, shape]))
             changed = True
         return ir.passes.PassResult(model, modified=changed)
 
@@ -200,7 +200,8 @@ class TransposedWeights(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=bool(found))
 
 
-def _run(model: ir.Model, passes: Iterable[ir.passes.PassBase]) -> ir.Model:
+def run_passes(model: ir.Model, passes: Iterable[ir.passes.PassBase]) -> ir.Model:
+    """Run `passes` in turn; raises `ExportError` that names the one that failed."""
     for step in passes:
         try:
             model = step(model).model
@@ -208,16 +209,6 @@ def _run(model: ir.Model, passes: Iterable[ir.passes.PassBase]) -> ir.Model:
             cause = exc.__cause__ if isinstance(exc.__cause__, ExportError) else exc
             raise ExportError(f"graph pass {type(step).__name__} failed: {cause}") from exc
     return model
-
-
-def _replace(node: ir.Node, value: ir.Value) -> None:
-    """Put `value` in the place of the only output of `node`, name and shape included, and remove `node`."""
-    old = node.outputs[0]
-    value.name, value.type, value.shape = old.name, old.type, old.shape
-    old.replace_all_uses_with(value, replace_graph_outputs=True)
-    if node.graph is None:
-        raise ExportError(f"{node.name} is in no graph")
-    node.graph.remove(node, safe=True)
 
 
 def _is_transposed_parameter(node: ir.Node) -> bool:

@@ -1,4 +1,4 @@
-"""The export from end to end: checkpoint → traced graph → weights on disk → gates → bundle.
+"""The export from end to end: checkpoint → traced graph → quantized weights → files → gates → plans → bundle.
 
 `export_bundle` reads as the list of stages; each is a call into the module that knows how. This module knows the order,
 the names inside a bundle, and what memory and disk an export needs; it parses no command line and prints nothing.
@@ -6,16 +6,21 @@ the names inside a bundle, and what memory and disk an export needs; it parses n
 
 import gc
 import importlib.metadata
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
+import torch
 
 from specdec.engines.base import Engine
-from specdec.engines.contract import CONTRACT_VERSION, ITEMSIZE, Dtype, ModelSpec
+from specdec.engines.contract import CONTRACT_VERSION, ITEMSIZE, FloatArray, ModelSpec
+from specdec.engines.damage import measure_damage
 from specdec.engines.errors import RequestError
-from specdec.engines.invariance import PROBE_TEXT
+from specdec.engines.invariance import PROBE_TEXT, run_invariance
 from specdec.engines.manifest import (
     SCHEMA_VERSION,
     Limits,
@@ -23,19 +28,28 @@ from specdec.engines.manifest import (
     Model,
     ModelDrafter,
     NgramDrafter,
+    Plan,
     Source,
     Variant,
 )
+from specdec.engines.prompts import PROMPTS
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.export.bundle import Staging, check_disk, check_memory, check_output
-from specdec.export.check import probe_tokens, reference, run_gates
+from specdec.export.calibrate import TEXTS, read_prompts
+from specdec.export.check import check_parity, probe_tokens, reference, reference_logits, run_gates
 from specdec.export.families import check_supported, text_config
-from specdec.export.options import PRECISIONS, ExportOptions, Progress, draft_source
+from specdec.export.gguf_grids import read_grids
+from specdec.export.grid import Grid
+from specdec.export.lower_ort import lower_for_ort
+from specdec.export.options import ExportOptions, Progress, draft_source
 from specdec.export.pair import check_pair
+from specdec.export.precision import dequantize, prepare, quantize_graph, without_rounding
+from specdec.export.recipes import ORT, TENSORRT, Recipe, find_recipe
 from specdec.export.sources import Checkpoint, open_checkpoint
+from specdec.export.tensorrt import build_plans
 from specdec.export.tokenizer import TokenizerFiles, read_tokenizer
 from specdec.export.trace import TORCH_DTYPES, model_spec, trace
-from specdec.export.weights import graph_bytes, write_graph
+from specdec.export.weights import graph_bytes, save_graph, write_graph
 
 DEFAULT_MAX_LENGTH = 8192  # tokens of a row unless --max-length says more: caches grow to what is asked for
 SMALL_FILES = 64 * 2**20  # bytes: graph, tokenizer and manifest, at most
@@ -53,17 +67,22 @@ class _Job:
     role: str
     checkpoint: Checkpoint
     tokenizer: TokenizerFiles
-    precision: str
+    recipe: Recipe
 
     @property
-    def dtype(self) -> Dtype:
-        return PRECISIONS[self.precision]
+    def precision(self) -> str:
+        return self.recipe.name
 
     @property
     def spec(self) -> ModelSpec:
         config = self.checkpoint.config
         known = min(self.tokenizer.vocab_size, text_config(config).vocab_size)
-        return model_spec(config, known, self.dtype)
+        return model_spec(config, known, self.recipe.dtype)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, cut to the model's context."""
+        backend, longest = self.tokenizer.backend(), self.spec.max_length
+        return [backend.encode(text).ids[:longest] for text in texts]
 
 
 def export_bundle(options: ExportOptions, progress: Progress | None = None) -> Manifest:
@@ -79,9 +98,17 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> M
     jobs = [job for job in (target, draft) if job is not None]
     graphs = _trace_all(jobs, progress)
     check_disk(options.output, sum(map(graph_bytes, graphs)) + SMALL_FILES)
-    check_memory(max(memory_need(job.spec, graph_bytes(graph)) for job, graph in zip(jobs, graphs, strict=True)))
+    check_memory(
+        max(
+            memory_need(job.spec, graph_bytes(graph), quantized=job.recipe.weights is not None)
+            for job, graph in zip(jobs, graphs, strict=True)
+        )
+    )
     with Staging(options.output, force=options.force) as staging:
-        models = [_export_model(job, graph, staging.path, progress) for job, graph in zip(jobs, graphs, strict=True)]
+        models = [
+            _export_model(job, graph, staging.path, options, limits, progress)
+            for job, graph in zip(jobs, graphs, strict=True)
+        ]
         target.tokenizer.write(staging.path)
         drafters: dict[str, NgramDrafter | ModelDrafter] = {}
         if "ngram" in options.drafters:
@@ -104,13 +131,16 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> M
     return manifest
 
 
-def memory_need(spec: ModelSpec, weights: int) -> int:
+def memory_need(spec: ModelSpec, weights: int, *, quantized: bool = False) -> int:
     """Bytes that exporting a model with `weights` bytes of parameters takes at its peak.
 
     PyTorch holds them first, with two copies of the largest one while a GGUF is read; when it is gone, the engine does.
+    Quantization takes float32, the levels (one byte each) and, while outliers are folded, most weights twice.
     """
-    largest = spec.logits_size * spec.hidden_size * ITEMSIZE[spec.dtype]
-    return max(weights + 2 * largest, int(ENGINE_PEAK[spec.dtype] * weights)) + WORKSPACE
+    itemsize = ITEMSIZE[spec.dtype]
+    largest = spec.logits_size * spec.hidden_size * itemsize
+    loaded = weights // itemsize * (2 * 4 + 1) if quantized else weights + 2 * largest
+    return max(loaded, int(ENGINE_PEAK[spec.dtype] * weights)) + WORKSPACE
 
 
 def _resolve(options: ExportOptions, progress: Progress) -> tuple[_Job, _Job | None, int]:
@@ -121,7 +151,7 @@ def _resolve(options: ExportOptions, progress: Progress) -> tuple[_Job, _Job | N
         return target, None, 0
     precision = options.draft_precision or options.precision
     if source == options.model:  # the target as its own draft: nothing to read, and at equal precision nothing to write
-        draft = replace(target, role="drafter", precision=precision)
+        draft = replace(target, role="drafter", recipe=find_recipe(precision, options.backends))
     else:
         draft = _open_job("drafter", source, precision, options, progress, revision=None)
     shared = min(check_pair(target.tokenizer, draft.tokenizer), target.spec.vocab_size, draft.spec.vocab_size)
@@ -141,7 +171,8 @@ def _open_job(
     checkpoint = open_checkpoint(model, revision=revision, trust_remote_code=options.trust_remote_code)
     check_supported(checkpoint.config)
     progress.stage(f"{role}: tokenizer")
-    return _Job(role=role, checkpoint=checkpoint, tokenizer=read_tokenizer(checkpoint), precision=precision)
+    recipe = find_recipe(precision, options.backends)
+    return _Job(role=role, checkpoint=checkpoint, tokenizer=read_tokenizer(checkpoint), recipe=recipe)
 
 
 def _limits(options: ExportOptions, spec: ModelSpec, progress: Progress) -> Limits:
@@ -157,35 +188,94 @@ def _trace_all(jobs: Sequence[_Job], progress: Progress) -> list[ir.Model]:
     graphs = []
     for job in jobs:
         progress.stage(f"{job.role}: trace")
-        graphs.append(trace(job.checkpoint.config, job.dtype))
+        graphs.append(trace(job.checkpoint.config, job.recipe.dtype))
     return graphs
 
 
-def _export_model(job: _Job, graph: ir.Model, bundle: Path, progress: Progress) -> Model:
+def _export_model(
+    job: _Job, graph: ir.Model, bundle: Path, options: ExportOptions, limits: Limits, progress: Progress
+) -> Model:
     """Write one model into the bundle and pass it through the gates; its PyTorch weights are gone by then."""
-    spec, config = job.spec, text_config(job.checkpoint.config)
-    text = job.tokenizer.backend().encode(PROBE_TEXT).ids
-    tokens = probe_tokens(text, spec, getattr(config, "sliding_window", None))
+    spec, recipe, quantized = job.spec, job.recipe, job.recipe.weights is not None
+    window = getattr(text_config(job.checkpoint.config), "sliding_window", None)
+    tokens = probe_tokens(job.encode([PROBE_TEXT])[0], spec, window)
     name = f"{job.role}/{job.precision}/model.onnx"
-    (bundle / name).parent.mkdir(parents=True)
-
-    progress.stage(f"{job.role}: weights")
-    model = job.checkpoint.load(TORCH_DTYPES[job.dtype])
-    progress.stage(f"{job.role}: reference")
-    expected = reference(model, tokens, spec.vocab_size)
-    progress.stage(f"{job.role}: write")
-    write_graph(graph, model.state_dict(), bundle / name, progress.advance)
-    del model
-    gc.collect()
-
-    progress.stage(f"{job.role}: gates")
+    path = bundle / name
+    path.parent.mkdir(parents=True)
 
     def opener(threads: int) -> Engine:
-        return open_engine(bundle / name, spec, EngineConfig(threads=threads))
+        return open_engine(path, spec, EngineConfig(threads=threads))
 
-    parity, invariance = run_gates(opener, expected, tokens)
-    variant = Variant(graph=name, precision=job.precision, parity=parity, invariance=invariance)
+    progress.stage(f"{job.role}: weights")
+    model = job.checkpoint.load(torch.float32 if quantized else TORCH_DTYPES[recipe.dtype])
+    with tempfile.TemporaryDirectory(prefix="reference-", dir=bundle) as scratch:
+        grids: dict[str, Grid] = {}
+        held_out: Iterable[tuple[list[int], FloatArray]] = ()
+        if quantized:
+            progress.stage(f"{job.role}: quantize")
+            held_out = reference_logits(model, job.encode([prompt.text for prompt in PROMPTS]), spec, Path(scratch))
+            grids = _quantize(job, graph, model, options)
+        progress.stage(f"{job.role}: reference")
+        expected = reference(model, tokens, spec.vocab_size)
+        progress.stage(f"{job.role}: write")
+        write_graph(graph, model.state_dict(), path, progress.advance, grids)
+        plans = _compile(job, bundle, name, options, limits, progress)
+        if ORT[0] in options.backends:
+            lower_for_ort(graph, spec)
+            write_graph(graph, model.state_dict(), path, progress.advance, grids)
+        del model, grids
+        gc.collect()
+
+        progress.stage(f"{job.role}: gates")
+        damage = None
+        if quantized:
+            with closing(_exact_twin(graph, path, spec)) as engine:
+                parity = check_parity(engine, expected)
+            damage, invariance = run_invariance(opener, tokens, lambda engine: measure_damage(engine, held_out))
+        else:
+            parity, invariance = run_gates(opener, expected, tokens)
+    variant = Variant(
+        graph=name, precision=job.precision, parity=parity, invariance=invariance, damage=damage, plans=plans
+    )
     return Model(spec=spec, variants={job.precision: variant})
+
+
+def _exact_twin(graph: ir.Model, path: Path, spec: ModelSpec) -> Engine:
+    """The graph in `path` without the rounding of activations, on the same data file."""
+    twin = path.with_name("twin.onnx")
+    save_graph(without_rounding(graph), twin, f"{path.name}.data")
+    try:
+        return open_engine(twin, spec)
+    finally:
+        twin.unlink()
+
+
+def _compile(
+    job: _Job, bundle: Path, graph: str, options: ExportOptions, limits: Limits, progress: Progress
+) -> dict[str, Plan]:
+    """Build the plans of the backends that compile ahead of time."""
+    plans: dict[str, Plan] = {}
+    for backend in TENSORRT:
+        if backend in options.backends:
+            progress.stage(f"{job.role}: {backend}")
+            workspace = None if options.workspace is None else options.workspace * 2**20
+            for built in build_plans(bundle, graph, job.spec, limits, backend, options.archs, workspace):
+                plans[built.key] = built.plan
+                progress.note(
+                    f"{job.role} {built.key}: {built.seconds:.0f} s, {built.nbytes / 2**20:.0f} MiB, {built.counts}"
+                )
+    return plans
+
+
+def _quantize(job: _Job, graph: ir.Model, model: Any, options: ExportOptions) -> dict[str, Grid]:
+    """Put `model`'s weights on grids and let `graph` read them; `model` has the grids' values from then on."""
+    checkpoint, recipe = job.checkpoint, job.recipe
+    own = read_grids(checkpoint.path, model.state_dict()) if checkpoint.format == "gguf" and recipe.keeps_own else {}
+    texts = TEXTS if options.calibration is None else read_prompts(options.calibration)
+    prepared = prepare(graph, model, recipe, job.encode(texts), own=own, keep=options.keep)
+    dequantize(model, graph, prepared)
+    quantize_graph(graph, recipe, prepared)
+    return prepared.grids
 
 
 def _source(checkpoint: Checkpoint) -> Source:

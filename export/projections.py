@@ -5,6 +5,7 @@ Attention, TensorScatter and what lies before them, no family and no weight's va
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
@@ -73,7 +74,7 @@ def _producer(value: ir.Value | None) -> ir.Node | None:
     return value.producer() if value is not None else None
 
 
-def _attributes(node: ir.Node) -> dict[str, object]:
+def _attributes(node: ir.Node) -> dict[str, Any]:
     return {name: attribute.value for name, attribute in node.attributes.items()}
 
 

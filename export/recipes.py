@@ -4,6 +4,7 @@ A name may have a row for each kind of engine (int4 has, since engines agree on 
 without torch, so that `--help` and refusals answer at once. This module knows names and numbers; it quantizes nothing.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,8 +15,8 @@ from specdec.engines.errors import RequestError
 Kind = Literal["int8", "int4", "float8e4m3fn"]
 
 ORT = ("ort",)
-TENSORRT = ("tensorrt", "tensorrt-rtx")
-BACKENDS = (*ORT, *TENSORRT)
+TENSORRT: tuple[Literal["tensorrt", "tensorrt-rtx"], ...] = ("tensorrt", "tensorrt-rtx")  # compiled ahead of time
+BACKENDS: tuple[str, ...] = (*ORT, *TENSORRT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,10 @@ class Recipe:
     of the quantized weights of all products (None: `dtype`). `block`: inputs of a product that share one scale (None:
     one scale for each output channel). `offset`: whether a block has an offset besides its scale. `activations`: type
     that products' inputs are rounded to, with one scale for a tensor, fixed by calibration (None: they stay as they
-    are). `head`: type of the LM head's weights and the embedding's (None: `dtype`). `engines`: that take it, and `sm`:
-    least compute capability of an NVIDIA GPU (75 is 7.5) that runs it.
+    are). `head`: type of the LM head's weights and the embedding's (None: `dtype`). `smoothing`: how much of the range
+    of a product's input moves into its weights, 0 to 1 (None: nothing moves). `keeps_own`: whether weights that lie on
+    a block grid already, as a GGUF's, stay on it. `engines`: that take it, and `sm`: least compute capability of an
+    NVIDIA GPU (75 is 7.5) that runs it.
     """
 
     name: str
@@ -38,6 +41,8 @@ class Recipe:
     offset: bool = False
     activations: Kind | None = None
     head: Kind | None = None
+    smoothing: float | None = None
+    keeps_own: bool = False
     sm: int = 75
 
     @property
@@ -52,12 +57,14 @@ RECIPES = (
     Recipe(name="fp32", dtype="float32", engines=BACKENDS),
     Recipe(name="fp16", dtype="float16", engines=BACKENDS),
     Recipe(name="bf16", dtype="bfloat16", engines=TENSORRT, sm=80),
-    Recipe(name="int8", dtype="float32", engines=ORT, weights="int8", block=32, head="int8"),
-    Recipe(name="int4", dtype="float32", engines=ORT, weights="int4", block=32, offset=True, head="int8"),
+    Recipe(name="int8", dtype="float32", engines=ORT, weights="int8", block=32, head="int8", smoothing=0.5,
+           keeps_own=True),
+    Recipe(name="int4", dtype="float32", engines=ORT, weights="int4", block=32, offset=True, head="int8",
+           keeps_own=True),
     Recipe(name="int4", dtype="float16", engines=TENSORRT, weights="int4", block=64),
-    Recipe(name="int8-w8a8", dtype="float16", engines=BACKENDS, weights="int8", activations="int8"),
+    Recipe(name="int8-w8a8", dtype="float16", engines=BACKENDS, weights="int8", activations="int8", smoothing=0.5),
     Recipe(name="fp8", dtype="float16", engines=BACKENDS, weights="float8e4m3fn", activations="float8e4m3fn", sm=89),
-)
+)  # fmt: skip
 PRECISIONS = tuple(dict.fromkeys(recipe.name for recipe in RECIPES))
 
 
@@ -79,11 +86,14 @@ def find_recipe(name: str, backends: Sequence[str]) -> Recipe:
     raise RequestError(f"precision {name} is another graph for {' and '.join(backends)}: make one bundle for each")
 
 
-def check_arch(recipe: Recipe, sm: int) -> None:
-    """Raise `RequestError` unless a GPU of compute capability `sm` (89 is 8.9) runs `recipe`."""
+def check_arch(recipe: Recipe, arch: str) -> None:
+    """Raise `RequestError` unless a GPU of architecture `arch` ("sm89" is compute capability 8.9) runs `recipe`."""
+    if not re.fullmatch(r"sm\d{2,3}", arch):
+        raise RequestError(f"architecture {arch} is not known: name a compute capability, as sm89 for 8.9")
+    sm = int(arch.removeprefix("sm"))
     if sm < recipe.sm:
         able = dict.fromkeys(row.name for row in RECIPES if TENSORRT[0] in row.engines and row.sm <= sm)
         raise RequestError(
-            f"precision {recipe.name} needs compute capability {recipe.sm / 10} or newer, sm{sm} has {sm / 10}: "
-            f"it takes {', '.join(able)}"
+            f"precision {recipe.name} needs compute capability {recipe.sm / 10} or newer, {arch} has {sm / 10}: "
+            f"it takes {', '.join(able) or 'none'}"
         )

@@ -157,7 +157,7 @@ def contract_model(**changes: ir.Value) -> ir.Model:
 
 
 def check_contract(model: ir.Model) -> ir.Model:
-    return passes._run(model, [ContractForm(SPEC)])
+    return passes.run_passes(model, [ContractForm(SPEC)])
 
 
 def test_contract_form_names_the_axes() -> None:
@@ -193,4 +193,4 @@ def test_a_pass_that_fails_is_named() -> None:
             raise KeyError("scale")
 
     with pytest.raises(ExportError, match=r"graph pass Broken failed: .*scale"):
-        passes._run(contract_model(), [Broken()])
+        passes.run_passes(contract_model(), [Broken()])

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from specdec.engines.manifest import read_manifest
+from specdec.engines.prompts import PROMPTS
 from specdec.runtime import LLM, SamplingParams, SpeculativeConfig, StructuredOutputsParams, kv
 from specdec.tools import verify
 from specdec.tools.models import model_path
-from specdec.tools.prompts import PROMPTS
 from specdec.tools.questions import read_questions, select
 from support.trace import recorded_arrays, recorded_logits
 

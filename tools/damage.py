@@ -19,13 +19,13 @@ from specdec.engines.command import CommandParser, run_command
 from specdec.engines.contract import ModelSpec
 from specdec.engines.damage import WIDTH, Damage, compare_engines
 from specdec.engines.errors import RequestError
+from specdec.engines.prompts import PROMPTS
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.runtime import SamplingParams, SpeculativeConfig
 from specdec.runtime.text import TextCodec
 from specdec.tools.figures import align
 from specdec.tools.measure import PassCost, pass_costs
 from specdec.tools.pairs import DRAFT, TARGET, Content, Open, Pair, Subject, run_pair, subjects
-from specdec.tools.prompts import PROMPTS
 from specdec.tools.questions import read_questions
 
 PROG = "python -m specdec.tools.damage"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from specdec.engines.command import CommandParser, run_command
 from specdec.engines.errors import SpecdecError
+from specdec.engines.prompts import PROMPTS
 from specdec.runtime import LLM, RequestOutput, SamplingParams, SpeculativeConfig
 from specdec.tools.models import model_path
-from specdec.tools.prompts import PROMPTS
 
 PROG = "python -m specdec.tools.demo"
 SHOWN = ("summary", "edit", "extraction", "story")

@@ -23,13 +23,13 @@ from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import RequestError
 from specdec.engines.invariance import kernel_noise, tree_noise
 from specdec.engines.manifest import read_manifest, verify_files
+from specdec.engines.prompts import PROMPTS
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.runtime import LLM, SpeculativeConfig
 from specdec.runtime.params import ACCEPTANCE_RULES, Acceptance, is_lossless
 from specdec.runtime.text import TextCodec
 from specdec.tools.faults import FAULTS, planted
 from specdec.tools.probes import cpu
-from specdec.tools.prompts import PROMPTS
 from specdec.tools.questions import read_questions
 from specdec.tools.tables import Text
 from specdec.tools.verify_engine import EngineResult, check_engine

@@ -181,7 +181,7 @@ class Texts:
             inputs = [RowInput(text[:-1], len(answer))]
             (scored,) = self._engine.step(pack(inputs, np.zeros(1, np.int64), LEAST_WIDTH, spec.max_length), kv)
             chosen = []
-            for index, logits in enumerate(scored[:, : spec.vocab_size]):
+            for index, logits in enumerate(scored[: len(answer), : spec.vocab_size]):
                 history = text[: len(prompt) + index]
                 bits[history] = _digest(logits)
                 chosen.append(int(self._scores(kind, len(tokens), history, logits).argmax()))

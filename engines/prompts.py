@@ -1,4 +1,4 @@
-"""Prompts of our own for the demonstration and the tests: short, and of every kind that matters to drafting.
+"""Prompts of our own for demonstration, tests and measurements: short, and of every kind that matters to drafting.
 
 `copies` says whether a good answer repeats much of its prompt (a summary, an edit), which is where looking up the
 prompt pays. This module knows no model.
