@@ -194,7 +194,7 @@ def tree_noise(engine: Engine, row: Sequence[int], *, trees: int = 8, nodes: int
     exact, differences, compared = True, [0.0], 0
     for past in np.sort(rng.integers(0, len(row) + 1, (trees, 1)), axis=0)[::-1]:  # each leaves what the next one needs
         tokens, parents = rng.choice(row, nodes).tolist(), _random_tree(rng, nodes)
-        found = engine.step(pack([RowInput(tokens, nodes, parents)], past, LEAST_WIDTH, longest), kv)[0].copy()
+        found = engine.step(pack([RowInput(tokens, nodes, parents)], past, LEAST_WIDTH, longest), kv)[0, :nodes].copy()
         alone = np.empty_like(found)
         for leaf in sorted(set(range(nodes)) - set(parents)):
             path = nodes_to(parents, leaf)
