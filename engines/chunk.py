@@ -28,9 +28,9 @@ class RowInput:
 def pack(inputs: Sequence[RowInput], past_lens: IntArray, min_width: int, max_length: int) -> Chunk:
     """Lay rows out as one chunk, right-padded to the widest (at least `min_width`).
 
-    Where a pass of one token has other bits (`min_width` 2 or more), so may a product of one row: logits are asked for
-    at two positions at least. past_lens [B]. Padding continues the chain: it sees its row, and nothing of its row sees it. Positions stop at
-    `max_length - 1`, which only padding can reach.
+    past_lens [B]. Padding continues the chain: it sees its row, and nothing of its row sees it. Positions stop at
+    `max_length - 1`, which only padding can reach. Where a pass of one token has other bits (`min_width` 2 or more), a
+    product of one row may have them too: logits are asked for at two positions at least.
     """
     rows = len(inputs)
     width = max(min_width, *(len(row.tokens) for row in inputs))
