@@ -28,6 +28,11 @@ class EngineConfig:
     threads: int | None = None
     plans: Mapping[Path, Plan] = field(default_factory=dict)
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether this is the engine that the gates of an export run on: ONNX Runtime on the CPU."""
+        return (self.backend, self.provider) == ("ort", "cpu")
+
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise RequestError(f"threads must be at least 1, not {self.threads}")

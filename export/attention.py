@@ -161,4 +161,6 @@ class ContractModule(nn.Module):
         finally:
             hook.remove()
             _round.reset(token)
+        if logits.dtype == torch.bfloat16:  # which numpy does not have
+            logits = logits.float()
         return (logits, *(tensor for layer in sorted(now.present) for tensor in now.present[layer]))

@@ -8,11 +8,16 @@ from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
-from specdec.engines.contract import CHUNK_INPUTS, LOGITS, OPSET, ModelSpec, past_names, present_names
+from specdec.engines.contract import CHUNK_INPUTS, LOGITS, OPSET, Dtype, ModelSpec, past_names, present_names
 from specdec.engines.errors import ExportError
 
 AXES = ("batch", "chunk", "num_logits", "capacity")
 
+REAL: dict[Dtype, ir.DataType] = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+}
 _Expected = tuple[str, ir.DataType, list[int | str]]
 
 
@@ -88,7 +93,7 @@ class ContractForm(ir.passes.InPlacePass):
 def _contract_ends(spec: ModelSpec) -> tuple[list[_Expected], list[_Expected]]:
     """Inputs and outputs of contract version 1 in order: name, dtype, axes."""
     rows, width, positions, capacity = AXES
-    integer, real = ir.DataType.INT64, ir.DataType.FLOAT if spec.dtype == "float32" else ir.DataType.FLOAT16
+    integer, real = ir.DataType.INT64, REAL[spec.dtype]
     cache: list[int | str] = [rows, spec.num_kv_heads, capacity, spec.head_dim]
     ids, position_ids, past_lens, chunk_mask, logit_indices = CHUNK_INPUTS
     inputs: list[_Expected] = [
@@ -100,7 +105,7 @@ def _contract_ends(spec: ModelSpec) -> tuple[list[_Expected], list[_Expected]]:
         *((name, real, cache) for name in past_names(spec.num_layers)),
     ]
     outputs: list[_Expected] = [
-        (LOGITS, real, [rows, positions, spec.logits_size]),
+        (LOGITS, REAL[spec.logits_dtype], [rows, positions, spec.logits_size]),
         *((name, real, cache) for name in present_names(spec.num_layers)),
     ]
     return inputs, outputs

@@ -55,8 +55,8 @@ DEFAULT_MAX_LENGTH = 8192  # tokens of a row unless --max-length says more: cach
 SMALL_FILES = 64 * 2**20  # bytes: graph, tokenizer and manifest, at most
 WORKSPACE = 9 * 2**27  # bytes beside the weights: libraries, a large vocabulary, reference logits, caches
 # What the engine holds at its peak, in sizes of the graph's data (measured): ONNX Runtime's CPU provider has no float16
-# kernels and keeps what it loads a second time, in float32.
-ENGINE_PEAK = {"float32": 1.3, "float16": 2.3}
+# kernels and keeps what it loads a second time, in float32; a bfloat16 model runs as its float32 twin.
+ENGINE_PEAK = {"float32": 1.3, "float16": 2.3, "bfloat16": 2.6}
 TOOLS = ("specdec", "torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime")
 
 
@@ -203,11 +203,8 @@ def _export_model(
     path = bundle / name
     path.parent.mkdir(parents=True)
 
-    def opener(threads: int) -> Engine:
-        return open_engine(path, spec, EngineConfig(threads=threads))
-
     progress.stage(f"{job.role}: weights")
-    model = job.checkpoint.load(torch.float32 if quantized else TORCH_DTYPES[recipe.dtype])
+    model: Any = job.checkpoint.load(torch.float32 if quantized else TORCH_DTYPES[recipe.dtype])
     with tempfile.TemporaryDirectory(prefix="reference-", dir=bundle) as scratch:
         grids: dict[str, Grid] = {}
         held_out: Iterable[tuple[list[int], FloatArray]] = ()
@@ -216,15 +213,22 @@ def _export_model(
             held_out = reference_logits(model, job.encode([prompt.text for prompt in PROMPTS]), spec, Path(scratch))
             grids = _quantize(job, graph, model, options)
         progress.stage(f"{job.role}: reference")
-        expected = reference(model, tokens, spec.vocab_size)
+        expected = reference(model.float() if recipe.dtype == "bfloat16" else model, tokens, spec.vocab_size)
         progress.stage(f"{job.role}: write")
         write_graph(graph, model.state_dict(), path, progress.advance, grids)
         plans = _compile(job, bundle, name, options, limits, progress)
         if ORT[0] in options.backends:
             lower_for_ort(graph, spec)
             write_graph(graph, model.state_dict(), path, progress.advance, grids)
+        oracle, shape = path, spec
+        if recipe.dtype == "bfloat16":  # ONNX Runtime's CPU has no kernels: the same weights run in float32
+            oracle, shape = Path(scratch) / "model.onnx", model_spec(job.checkpoint.config, spec.vocab_size, "float32")
+            write_graph(trace(job.checkpoint.config, "float32"), model.state_dict(), oracle)
         del model, grids
         gc.collect()
+
+        def opener(threads: int) -> Engine:
+            return open_engine(oracle, shape, EngineConfig(threads=threads))
 
         progress.stage(f"{job.role}: gates")
         damage = None
@@ -273,7 +277,7 @@ def _quantize(job: _Job, graph: ir.Model, model: Any, options: ExportOptions) ->
     own = read_grids(checkpoint.path, model.state_dict()) if checkpoint.format == "gguf" and recipe.keeps_own else {}
     texts = TEXTS if options.calibration is None else read_prompts(options.calibration)
     prepared = prepare(graph, model, recipe, job.encode(texts), own=own, keep=options.keep)
-    dequantize(model, graph, prepared)
+    dequantize(model, graph, prepared, TORCH_DTYPES[recipe.dtype])
     quantize_graph(graph, recipe, prepared)
     return prepared.grids
 

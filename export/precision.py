@@ -78,7 +78,7 @@ def prepare(
     if recipe.activations is not None:
         scales = {name: activation_scale(statistics[name], recipe.activations) for name in grids}
     if recipe.head is not None:
-        tables = _tables(graph) | ({head.weight} if head in chosen else set())
+        tables = _tables(graph) | ({head.weight} if head is not None else set())
         for name in sorted(str(table.name) for table in tables if not _matches(_names(table), keep)):
             grids[name] = taken[name] if name in taken else _quantized(weights[name].numpy(), recipe, recipe.head)
     return Prepared(weights, grids, scales)
@@ -106,13 +106,16 @@ def without_rounding(graph: ir.Model) -> ir.Model:
     return twin
 
 
-def dequantize(model: Any, graph: ir.Model, prepared: Prepared) -> None:
-    """Give PyTorch's `model` the weights that the quantized graph stands for; `graph` as it was before."""
+def dequantize(model: Any, graph: ir.Model, prepared: Prepared, dtype: torch.dtype = torch.float32) -> None:
+    """Give PyTorch's `model` the weights that the quantized graph stands for, rounded to `dtype` as the graph does.
+
+    `graph` as it was before it was quantized.
+    """
     weights = dict(prepared.weights)
     axes = {name: product.inputs_axis for product in find_products(graph) for name in product.names}
     aliases = {str(value.name): _names(value) for value in graph.graph.initializers.values()}
     for name, grid in prepared.grids.items():
-        values = torch.from_numpy(grid.values())
+        values = torch.from_numpy(grid.values()).to(dtype).float()
         stored = values if axes.get(name, 1) else values.T
         weights |= dict.fromkeys((name, *aliases.get(name, ())), stored)
     model.load_state_dict(weights)

@@ -31,7 +31,11 @@ from specdec.export.operators import single_operators
 from specdec.export.passes import finish, lower
 from specdec.export.weights import ALIASES
 
-TORCH_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 def model_spec(config: PretrainedConfig, vocab_size: int, dtype: Dtype) -> ModelSpec:

@@ -25,6 +25,11 @@ TRANSPOSED = "specdec.transposed"
 ALIASES = "specdec.aliases"
 PARTS = "specdec.parts"
 QUANTIZED = "specdec.quantized"
+TORCH = {
+    ir.DataType.FLOAT: torch.float32,
+    ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.BFLOAT16: torch.bfloat16,
+}
 ALIGNMENT = 64  # bytes: a cache line
 
 
@@ -195,10 +200,10 @@ def _tensor(slot: _Slot, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
     """The parameter as it lies in the file: C-contiguous, in the graph's dtype."""
     tensors = [part.tensor(weights) for part in slot.parts]
     tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-    dtype = torch.float16 if slot.dtype == ir.DataType.FLOAT16 else torch.float32
     if slot.transposed:
         tensor = tensor.t()
-    return tensor.detach().to(device="cpu", dtype=dtype).contiguous().numpy()
+    tensor = tensor.detach().to(device="cpu", dtype=TORCH[slot.dtype]).contiguous()
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()  # numpy has no bfloat16
 
 
 def _piece(slot: _Slot, quantized: Quantized, grids: Mapping[str, Grid]) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.engines.command import CommandParser, run_command
 from specdec.engines.errors import RequestError
-from specdec.engines.registry import EngineConfig
+from specdec.engines.registry import EngineConfig, backends
 from specdec.runtime.config import SpeculativeConfig
 from specdec.runtime.grammar import StructuredOutputsParams
 from specdec.runtime.llm import LLM, Mode
@@ -59,7 +59,7 @@ def _generate(args: argparse.Namespace) -> int:
         tree=args.tree,
     )
     text = _prompt(args.prompt)
-    engine = EngineConfig(provider=args.provider, threads=args.threads)
+    engine = EngineConfig(backend=args.backend, provider=args.provider, threads=args.threads)
     mode: Mode | None = "fast" if args.fast else None
     with LLM(args.bundle, speculative=speculative, variant=args.variant, mode=mode, engine=engine) as llm:
         chat = llm.text.has_chat_template if args.chat is None else args.chat
@@ -150,7 +150,8 @@ def _parser() -> argparse.ArgumentParser:
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--variant", help="precision of the target (default: the bundle's first)")
-    engine.add_argument("--provider", default="cpu", help="cpu or cuda (default %(default)s)")
+    engine.add_argument("--backend", default="ort", help=f"{' | '.join(backends())} (default %(default)s)")
+    engine.add_argument("--provider", default="cpu", help="of ort: cpu, cuda, tensorrt, ... (default %(default)s)")
     engine.add_argument("--threads", type=int, help="threads of the engine (default: one per core)")
 
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")

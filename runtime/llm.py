@@ -19,7 +19,7 @@ from specdec.engines.base import Engine
 from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import BundleError, RequestError
 from specdec.engines.manifest import Model, ModelDrafter, Variant, read_manifest, verify_files
-from specdec.engines.registry import EngineConfig, open_engine
+from specdec.engines.registry import EngineConfig, open_engine, with_plans
 from specdec.runtime import drafters
 from specdec.runtime.config import SpeculativeConfig
 from specdec.runtime.drafters.base import Drafter
@@ -54,7 +54,8 @@ class LLM:
     `mode`: in `exact`, speculation, batching and prefill change no bit of the logits: no pass is narrower than the
     variant's `least_width`, as measured at export. `fast` allows passes of one token everywhere; where those take other
     kernels they are cheaper, and their logits differ (in the last bits in fp32, more when quantized). Default: `exact`
-    where the variant's invariance gate passed and drafts are chains, else `fast`.
+    where the variant's invariance gate passed, the engine is the one that it ran on (ONNX Runtime on the CPU) and
+    drafts are chains, else `fast`.
     `verify`: compare every file's SHA-256 with the manifest (about a second per GB).
     `opener`: how a graph becomes an engine; for tests and for `specdec-verify`.
     `watch`: called for every emitted token with all tokens before it and the logits that it was chosen from.
@@ -87,11 +88,12 @@ class LLM:
             raise RequestError(f"{target.precision} failed its invariance gate at export: mode exact is not to be had")
         if mode == "exact" and self.speculative.branches:
             raise RequestError("trees that branch are lossless in law, not in bits: use mode fast, or tree='chain'")
-        self.mode: Mode = mode or ("exact" if exact and not self.speculative.branches else "fast")
+        self._engine_config, self._opener = engine or EngineConfig(), opener
+        earned = exact and self._engine_config.is_gated and not self.speculative.branches
+        self.mode: Mode = mode or ("exact" if earned else "fast")
         self.watch = watch
         self.text = TextCodec(self.bundle, self.manifest.tokenizer)
         self._engines: dict[str, Engine] = {}
-        self._engine_config, self._opener = engine, opener
         self._target, self._width = self._open(self.manifest.target.spec, target)
         record = self.manifest.drafters.get(self.method) if self.method else None
         self._draft: Callable[[int], Drafter] | None = None  # number of rows -> drafter
@@ -180,7 +182,8 @@ class LLM:
     def _open(self, spec: ModelSpec, variant: Variant) -> tuple[Engine, int]:
         """Open a graph (once, if a target drafts for itself); return it and the positions of its narrowest pass."""
         if variant.graph not in self._engines:
-            self._engines[variant.graph] = self._opener(self.bundle / variant.graph, spec, self._engine_config)
+            config = with_plans(self._engine_config, self.bundle, variant)
+            self._engines[variant.graph] = self._opener(self.bundle / variant.graph, spec, config)
         return self._engines[variant.graph], variant.invariance.least_width if self.mode == "exact" else 1
 
     def _scheduler(self, requests: int) -> Scheduler:

@@ -7,7 +7,7 @@ without any code of drafting, acceptance or scheduling. Every case may fail by c
 import itertools
 import math
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from specdec.engines.scoring import score
 from specdec.runtime import LLM, SamplingParams, SpeculativeConfig, StructuredOutputsParams
 from specdec.runtime.grammar import GrammarCompiler
 from specdec.runtime.sampling import LogitsPipeline
-from support.bundles import far_bundle, shared_bundle
+from support.bundles import far_bundle, quantized_bundle, shared_bundle
 
 DELTA = 1e-6
 LENGTH = 3
@@ -34,6 +34,8 @@ DRAFTS = {
     "equal": (shared_bundle, "model", {"temperature": 1.0, "top_k": 4}),
     "far": (far_bundle, "model", {"temperature": 0.3, "allowed_token_ids": (5, 90, 150, 210)}),
     "disjoint": (far_bundle, "model", {"temperature": 0.7, "top_k": 3}),
+    "int8": (partial(quantized_bundle, "int8"), "model", {"temperature": 0.5, "allowed_token_ids": (5, 90, 150, 210)}),
+    "int4": (partial(quantized_bundle, "int4"), "model", {"temperature": 0.5, "allowed_token_ids": (5, 90, 150, 210)}),
 }
 TREES = {"chain": "chain", "dynamic": "dynamic", "static": [[0], [1], [0, 0], [0, 1], [1, 0]]}
 
@@ -41,7 +43,8 @@ TREES = {"chain": "chain", "dynamic": "dynamic", "static": [[0], [1], [0, 0], [0
 @cache
 def engine(bundle: Path) -> tuple[LLM, Engine]:
     llm = LLM(bundle, speculative=SpeculativeConfig(method=None))
-    return llm, open_engine(bundle / llm.manifest.target.variants["fp32"].graph, llm.spec, None)
+    (variant,) = llm.manifest.target.variants.values()
+    return llm, open_engine(bundle / variant.graph, llm.spec)
 
 
 @cache
@@ -80,7 +83,8 @@ def cases() -> list:
     for draft, tree, rule, batch in itertools.product(DRAFTS, TREES, ("block", "token", "coupled"), (1, BATCH)):
         if tree == "static" and draft != "far":
             continue
-        fast = batch == BATCH and (draft, tree) in {("far", "chain"), ("far", "dynamic"), ("ngram", "chain")}
+        quick = {("far", "chain"), ("far", "dynamic"), ("ngram", "chain"), ("int8", "chain"), ("int4", "chain")}
+        fast = batch == BATCH and (draft, tree) in quick
         marks = () if fast else pytest.mark.slow
         found.append(pytest.param(draft, tree, rule, batch, marks=marks, id=f"{draft}-{tree}-{rule}-{batch}"))
     return found

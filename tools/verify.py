@@ -10,6 +10,7 @@ import importlib.metadata
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -22,9 +23,9 @@ from specdec.engines.command import CommandParser, run_command
 from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import RequestError
 from specdec.engines.invariance import kernel_noise, tree_noise
-from specdec.engines.manifest import read_manifest, verify_files
+from specdec.engines.manifest import ModelDrafter, read_manifest, verify_files
 from specdec.engines.prompts import PROMPTS
-from specdec.engines.registry import EngineConfig, open_engine
+from specdec.engines.registry import EngineConfig, backends, open_engine, with_plans
 from specdec.runtime import LLM, SpeculativeConfig
 from specdec.runtime.params import ACCEPTANCE_RULES, Acceptance, is_lossless
 from specdec.runtime.text import TextCodec
@@ -100,7 +101,7 @@ class Verification:
             if not 1 <= batch <= self.manifest.limits.max_batch:
                 raise RequestError(f"--batch-size {batch}: this bundle takes 1 to {self.manifest.limits.max_batch}")
         self.rules: list[Acceptance] = args.acceptance or [rule for rule in ACCEPTANCE_RULES if is_lossless(rule)]
-        self.config = EngineConfig(provider=args.provider, threads=args.threads)
+        self.config = EngineConfig(backend=args.backend, provider=args.provider, threads=args.threads)
         self.texts = _texts(args.prompts)[: _positive(args.limit, self.size.prompts, "--limit")]
         self.tokens = _positive(args.max_new_tokens, self.size.tokens, "--max-new-tokens")
         self.graph = cache(self._graph)
@@ -185,12 +186,20 @@ class Verification:
 
     def _graph(self, graph: Path, spec: ModelSpec) -> Engine:
         """Open a graph; all that use it share it, and nobody else closes it."""
-        return self._stack.enter_context(closing(open_engine(graph, spec, self.config)))
+        return self._stack.enter_context(closing(open_engine(graph, spec, self._plans(graph))))
 
     def _again(self, threads: int) -> Engine:
         variant = self.manifest.target.variants[self.variant]
-        config = EngineConfig(provider=self.config.provider, threads=threads)
-        return open_engine(self.bundle / variant.graph, self.manifest.target.spec, config)
+        graph = self.bundle / variant.graph
+        return open_engine(graph, self.manifest.target.spec, replace(self._plans(graph), threads=threads))
+
+    def _plans(self, graph: Path) -> EngineConfig:
+        """How to open `graph`: the user's choice, and the plans that were compiled from it."""
+        models = [self.manifest.target]
+        models += [record.model for record in self.manifest.drafters.values() if isinstance(record, ModelDrafter)]
+        variants = (variant for model in models for variant in model.variants.values())
+        made_from_it = next(variant for variant in variants if self.bundle / variant.graph == graph)
+        return with_plans(self.config, self.bundle, made_from_it)
 
     def _llm(self, method: str | None, tree: Tree, draft_tokens: int | None) -> LLM:
         return LLM(
@@ -266,7 +275,8 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--keep-going", action="store_true", help="do all checks, also after one that failed")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--variant", help="precision of the target (default: the bundle's first)")
-    engine.add_argument("--provider", default="cpu", help="cpu or cuda (default %(default)s)")
+    engine.add_argument("--backend", default="ort", help=f"{' | '.join(backends())} (default %(default)s)")
+    engine.add_argument("--provider", default="cpu", help="of ort: cpu, cuda, tensorrt, ... (default %(default)s)")
     engine.add_argument("--threads", type=int, help="threads of the engine (default: one per core)")
     engine.add_argument("--fast", action="store_true", help="mode fast, which promises no bits")
     parser.add_argument("--plant", choices=FAULTS, metavar="FAULT", help="break the runtime on purpose, to see that "

@@ -165,6 +165,11 @@ def far_bundle() -> Path:
     return _far_bundle()
 
 
+def quantized_bundle(precision: str) -> Path:
+    """A tiny bundle at `precision` that all tests of a run share; its draft, in int4, knows little of its target."""
+    return _quantized_bundle(precision)
+
+
 def shared_checkpoint(family: str = "llama", seed: int = 0) -> Path:
     """A tiny checkpoint that all tests of a run share; do not change it (copy it first)."""
     return _checkpoint(family, seed)
@@ -191,6 +196,21 @@ def _far_bundle() -> Path:
         model=str(shared_checkpoint()),
         output=_session_folder() / "bundle-far",
         drafters=("ngram", f"model:{shared_checkpoint(seed=9)}"),
+    )
+    export_bundle(options)
+    return options.output
+
+
+@functools.cache
+def _quantized_bundle(precision: str) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32
+    target, draft = (tiny_checkpoint(_session_folder() / f"blocks-{seed}", seed=seed, **sizes) for seed in (0, 9))
+    options = ExportOptions(
+        model=str(target),
+        output=_session_folder() / f"bundle-{precision}",
+        drafters=("ngram", f"model:{draft}"),
+        precision=precision,
+        draft_precision="int4",
     )
     export_bundle(options)
     return options.output
