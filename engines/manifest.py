@@ -79,8 +79,8 @@ class Variant(_Record, frozen=True):
     """One precision of one model: its graph, what was measured on it, and what was compiled from it.
 
     `damage`: what quantization costs, against the checkpoint in float32 on the prompts of `engines/prompts` (None: it
-    is not quantized). `parity` is then that of the quantized weights, without the rounding of activations; both gates of
-    a bfloat16 graph are of its twin in float32, with the same weights. `plans`: by backend and architectures, as in
+    is not quantized). `parity` is then that of the quantized weights, without the rounding of activations. Both gates
+    of a bfloat16 graph are of its twin in float32, with the same weights. `plans`: by backend and architectures, as in
     "tensorrt-rtx-sm89".
     """
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 
-from specdec.engines.errors import RequestError
+from specdec.engines.errors import ExportError, RequestError
 from specdec.export.blocks import QuantizedWeights
 from specdec.export.calibrate import Statistics, collect
 from specdec.export.canonical import CanonicalForm, is_parameter
@@ -70,7 +70,7 @@ def prepare(
             statistics = collect(model, prompts)
     weights = model.state_dict()
     grids = {
-        name: taken[name] if name in taken else _grid(weights[name], product, recipe, statistics[name])
+        name: taken[name] if name in taken else _grid(name, weights[name], product, recipe, statistics[name])
         for product in layers
         for name in product.names
     }
@@ -80,7 +80,7 @@ def prepare(
     if recipe.head is not None:
         tables = _tables(graph) | ({head.weight} if head is not None else set())
         for name in sorted(str(table.name) for table in tables if not _matches(_names(table), keep)):
-            grids[name] = taken[name] if name in taken else _quantized(weights[name].numpy(), recipe, recipe.head)
+            grids[name] = taken[name] if name in taken else _quantized(name, weights[name].numpy(), recipe, recipe.head)
     return Prepared(weights, grids, scales)
 
 
@@ -162,14 +162,19 @@ def _free(groups: Sequence[Group], layers: Sequence[Product], taken: Mapping[str
     ]
 
 
-def _grid(weight: torch.Tensor, product: Product, recipe: Recipe, statistics: Statistics) -> Grid:
-    values = weight.float().numpy() if product.inputs_axis else weight.float().numpy().T
-    return _quantized(values, recipe, recipe.weights, statistics.mean_square)
+def _grid(name: str, weight: torch.Tensor, product: Product, recipe: Recipe, statistics: Statistics) -> Grid:
+    values = weight.numpy() if product.inputs_axis else weight.numpy().T
+    return _quantized(name, values, recipe, recipe.weights, statistics.mean_square)
 
 
-def _quantized(values: Array, recipe: Recipe, kind: Kind | None, importance: Array | None = None) -> Grid:
+def _quantized(name: str, values: Array, recipe: Recipe, kind: Kind | None, importance: Array | None = None) -> Grid:
     if kind is None:
         raise RequestError(f"precision {recipe.name} quantizes no weights")
+    inputs = values.shape[1]
+    if recipe.block is not None and inputs % recipe.block:
+        raise ExportError(
+            f"the {inputs} inputs of {name} are not whole blocks of {recipe.block}: keep it with --keep '{name}'"
+        )
     offset = recipe.offset and kind == recipe.weights
     dtype = np.float16 if recipe.dtype == "float16" else np.float32
     return quantize_weight(values, kind, block=recipe.block, offset=offset, importance=importance, dtype=dtype)
