@@ -61,6 +61,22 @@ def head_product(graph: ir.Model) -> Product | None:
     return None
 
 
+def is_gated(product: Product) -> bool:
+    """Whether the product's input is itself a product of two activations: act(gate) * up, or a GELU written out.
+
+    A few tokens make such an input thousands of times larger than all others do, so that one scale for the tensor, of
+    integers, leaves the others nothing (docs/quantization.md).
+    """
+    node = product.hidden.producer()
+    if node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node is not None and node.op_type == "Mul" and not any(map(_is_initializer, node.inputs))
+
+
+def _is_initializer(value: ir.Value | None) -> bool:
+    return value is not None and value.is_initializer()
+
+
 def _rounded(product: Product, scale: float, kind: ir.DataType) -> ir.Value:
     """The product's input as the levels of `kind` have it."""
     node, real = product.node, product.weight.dtype

@@ -16,7 +16,7 @@ from specdec.export.blocks import QuantizedWeights
 from specdec.export.canonical import CanonicalForm
 from specdec.export.grid import Grid
 from specdec.export.products import find_products
-from specdec.export.qdq import RoundedInputs, head_product
+from specdec.export.qdq import RoundedInputs, head_product, is_gated
 from specdec.export.quantize import quantize_weight
 from specdec.export.recipes import Kind
 from specdec.export.trace import TORCH_DTYPES, model_spec, trace
@@ -160,3 +160,18 @@ def test_the_head_is_found_behind_what_follows_it() -> None:
     assert head_product(graph).names == ("a.weight",)  # the first way back from the logits
     graph.graph.outputs[0].name = "other"
     assert head_product(graph) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        (models.llama, "model.layers.{}.mlp.down_proj.weight"),
+        (models.gemma3, "model.layers.{}.mlp.down_proj.weight"),
+        (models.phi3, "model.layers.{}.mlp.down_proj.weight"),
+        (models.gpt2, "transformer.h.{}.mlp.c_proj.weight"),
+    ],
+)
+def test_inputs_that_are_products_of_activations_are_known(family: Callable[[], Any], expected: str) -> None:
+    config = family()
+    found = [product.names for product in find_products(trace(config)) if is_gated(product)]
+    assert found == [(expected.format(layer),) for layer in range(config.num_hidden_layers)]
