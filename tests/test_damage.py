@@ -5,6 +5,7 @@ import math
 import shutil
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +27,12 @@ from specdec.engines.manifest import MANIFEST_NAME, encode, file_record, read_ma
 from specdec.engines.scoring import score
 from specdec.export.options import ExportOptions
 from specdec.export.pipeline import export_bundle
-from specdec.tools.damage import NOTE, damages, main
+from specdec.tools.damage import NOTE, damages, main, peer_costs
 from specdec.tools.pairs import Subject, subjects
+from specdec.tools.peers import LLAMA_CPP, ORT_GENAI, Peer
 from support.bundles import far_bundle, shared_bundle, shared_checkpoint
 from support.fake_engine import FakeEngine, fake_spec
+from support.fake_peers import genai_folder, gguf_file, logits_after, peer_python
 
 TEXTS = [[1, 2, 3, 4, 5, 6, 7, 1, 2], [3], [7, 7], [5, 1, 4]]
 PREDICTED = 8 + 0 + 1 + 2
@@ -246,6 +249,55 @@ def test_the_tables_of_the_tool(prompts: Path, capsys: pytest.CaptureFixture[str
     assert lines[4].split() == ["target", "draft", "T", "mode", "prompts", "tokens", "accepted", "τ"]
     assert lines[5].split() == [bundle, "fp32", bundle, "fp32", "0", "exact", "1", "4", "100.0%", lines[5].split()[-1]]
     assert len(lines) == 3 + 1 + 3 + 1 + 2
+
+
+def test_damage_of_peers_is_that_of_each_position(tmp_path: Path) -> None:
+    """Computed anew from both sides' logits after each beginning of a text; padding of a vocabulary does not count."""
+    engine, tally = FakeEngine(fake_spec(8, logits_size=9)), Tally()
+    for text in TEXTS:
+        for at in range(1, len(text)):
+            tally.add(engine.logits_after(text[:at])[None, :8], logits_after(text[:at], 11)[None, :8], [text[at]])
+    with ExitStack() as stack:
+        models = [(ORT_GENAI, genai_folder(tmp_path)), (LLAMA_CPP, gguf_file(tmp_path))]
+        python = peer_python(tmp_path)
+        peers = [stack.enter_context(closing(Peer(driver, python, model, 1))) for driver, model in models]
+        for width in (2, 32):
+            costs = peer_costs(peers, engine, TEXTS, width)
+            assert [(cost.bundle, cost.role) for cost in costs] == [
+                (str(models[0][1]), "ort-genai 9.9"), (str(models[1][1]), "llama-cpp 8.8")
+            ]  # fmt: skip
+            for cost in costs:
+                assert cost.damage is not None
+                assert msgspec.structs.astuple(cost.damage) == pytest.approx(msgspec.structs.astuple(tally.damage))
+                assert cost.damage.mean_kl > 0.1
+        assert peer_costs([], engine, TEXTS, 32) == []
+        with pytest.raises(RequestError, match=r"model-11\.gguf has a vocabulary of 11, the reference one of 12: "):
+            peer_costs(peers[1:], FakeEngine(fake_spec(12)), TEXTS, 32)
+
+
+def test_peers_in_the_tool(tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle, python = str(shared_bundle()), peer_python(tmp_path)
+    folder, file = genai_folder(tmp_path, 400), gguf_file(tmp_path, 400)
+    arguments = [bundle, "--reference", bundle, "--prompts", str(prompts), "--limit", "1", "--threads", "1"]
+    arguments += ["--no-pairs", "--llama-cpp", str(file), "--llama-cpp-python", python]
+    capsys.readouterr()
+    assert main([*arguments, "--ort-genai", str(folder), "--ort-genai-python", python, "--json"]) == 0
+    *_, draft, genai, llama = json.loads(capsys.readouterr().out)["engines"]
+    for each, model, role in ((genai, folder, "ort-genai 9.9"), (llama, file, "llama-cpp 8.8")):
+        assert (each["bundle"], each["role"], each["precision"]) == (str(model), role, None)
+        assert each["pass_costs"] == []
+        assert each["damage"] == genai["damage"]
+        assert each["damage"]["tokens"] == draft["damage"]["tokens"]
+        assert each["damage"]["reference_perplexity"] == pytest.approx(draft["damage"]["perplexity"])
+    assert llama["size"] == file.stat().st_size
+    assert genai["size"] == (folder / "model.onnx").stat().st_size + 1000
+
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("ms/pass of 1  ms/pass of 4")
+    assert lines[3].split()[:4] == [str(file), "llama-cpp", "8.8", "-"]
+    assert lines[3].split()[-2:] == ["-", "-"]
+    assert lines[4:] == ["", *NOTE.splitlines()]
 
 
 def altered(bundle: Path, to: Path) -> Path:

@@ -40,7 +40,7 @@ def test_figures_are_ratios_of_sums() -> None:
         prompts=2,
         tokens_per_second=3.0,
         speedup=1.0,
-        speedup_genai=3.0 / (4 / 3),
+        speedup_peers={"ort-genai": 3.0 / (4 / 3)},
         mean_accepted_length=1.0,
         acceptance_rate=None,
         host_ms_per_round=2 / 6,
@@ -52,7 +52,7 @@ def test_figures_are_ratios_of_sums() -> None:
         prompts=2,
         tokens_per_second=4.0,
         speedup=4 / 3,
-        speedup_genai=3.0,
+        speedup_peers={"ort-genai": 3.0},
         mean_accepted_length=1.5,
         acceptance_rate=0.2,
         host_ms_per_round=0.75,
@@ -63,7 +63,7 @@ def test_figures_are_ratios_of_sums() -> None:
         prompts=2,
         tokens_per_second=4 / 3,
         speedup=(4 / 3) / 3,
-        speedup_genai=1.0,
+        speedup_peers={"ort-genai": 1.0},
         mean_accepted_length=None,
         acceptance_rate=None,
         host_ms_per_round=None,
@@ -85,13 +85,13 @@ def test_the_baseline_is_the_faster_plain_method_over_all_prompts() -> None:
 
 def test_without_references_there_are_no_ratios() -> None:
     (figures,) = summarize([run("ngram", 1, 1.0)])["all"]
-    assert (figures.speedup, figures.speedup_genai, figures.identical_to_plain) == (None, None, None)
+    assert (figures.speedup, figures.speedup_peers, figures.identical_to_plain) == (None, {}, None)
     assert figures.tokens_per_second == 4.0
 
 
 def test_no_time_is_no_speed() -> None:
     (figures,) = summarize([run("ort-genai", 1, 0.0, (7,), decoded=0, rounds=0)])["all"]
-    assert (figures.tokens_per_second, figures.speedup_genai) == (0.0, None)
+    assert (figures.tokens_per_second, figures.speedup_peers) == (0.0, {"ort-genai": None})
 
 
 def test_table() -> None:
@@ -102,6 +102,20 @@ def test_table() -> None:
         "         ngram          4.00          1.333         3.000  1.50      0.20           0.75       2/2",
         "         ort-genai      1.33          0.444         1.000     -         -              -       1/2",
     ]
+
+
+def test_the_table_has_a_column_for_each_peer_that_ran() -> None:
+    llama = [run("llama-cpp", 1, 0.75, decoded=3, rounds=0), run("llama-cpp", 2, 0.25, (1, 2), decoded=1, rounds=0)]
+    groups = {"all": summarize([*RUNS, *llama])["all"][2:]}
+    assert [line[:71].rstrip() for line in table(groups, "plain-fast").splitlines()] == [
+        "prompts  method     tokens/s  vs plain-fast  vs ort-genai  vs llama-cpp",
+        "all (2)  ngram          4.00          1.333         3.000         1.000",
+        "         ort-genai      1.33          0.444         1.000         0.333",
+        "         llama-cpp      4.00          1.333         3.000         1.000",
+    ]
+    alone = table({"all": summarize(RUNS[:3])["all"]}, "plain-fast")
+    assert "vs plain-fast" in alone
+    assert "vs ort-genai" not in alone
 
 
 def test_align() -> None:

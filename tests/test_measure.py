@@ -1,4 +1,4 @@
-"""Whose turn it is, and the whole tool on a tiny bundle with a stand-in for the peer."""
+"""Whose turn it is, and the whole tool on a tiny bundle with stand-ins for the peers."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from specdec.tools.measure import PassCost, cost_table, interleave, main, pass_c
 from specdec.tools.questions import Question
 from support.bundles import shared_bundle
 from support.fake_engine import FakeEngine, fake_spec
-from support.fake_genai import fake_genai_python
+from support.fake_peers import VERSIONS, genai_folder, gguf_file, peer_python
 
 
 @pytest.fixture
@@ -51,6 +51,7 @@ def test_methods_take_turns_and_the_fastest_repeat_counts() -> None:
         "a": method("a", [4.0, 3.0, 1.0, 2.0], 6),
         "b": method("b", [1.0, 2.0, 2.0, 1.0], 8),
         "ort-genai": method("ort-genai", [1.0, 1.0, 1.0, 1.0], 6),
+        "llama-cpp": method("llama-cpp", [3.0, 2.0, 4.0, 5.0], 6),
     }
     prompts = [(Question(number, "qa", ("text",)), [number]) for number in (1, 2)]
     runs = list(interleave(prompts, methods, 10, 2))
@@ -58,14 +59,22 @@ def test_methods_take_turns_and_the_fastest_repeat_counts() -> None:
         ("a", 1, 3.0),
         ("b", 1, 1.0),
         ("ort-genai", 1, 1.0),
+        ("llama-cpp", 1, 2.0),
         ("a", 2, 1.0),
         ("b", 2, 1.0),
         ("ort-genai", 2, 1.0),
+        ("llama-cpp", 2, 4.0),
     ]
-    one, two = (
-        [("a", number, 10), ("b", number, 10), ("ort-genai", number, 6)] for number in (1, 2)
-    )  # the peer generates as many as "a"
-    assert calls == [*one, one[1], one[0], one[2], two[1], two[0], two[2], *two]
+    a, b, genai, llama = (
+        [(name, number, count) for number in (1, 2)]
+        for name, count in (("a", 10), ("b", 10), ("ort-genai", 6), ("llama-cpp", 6))
+    )  # peers generate as many as "a"
+    assert calls == [
+        *(a[0], b[0], genai[0], llama[0]),
+        *(b[0], a[0], llama[0], genai[0]),
+        *(b[1], a[1], llama[1], genai[1]),
+        *(a[1], b[1], genai[1], llama[1]),
+    ]
 
 
 def test_pass_costs_time_every_width_and_batch_in_turns() -> None:
@@ -98,29 +107,33 @@ def test_the_whole_tool(tmp_path: Path, prompts: Path, capsys: pytest.CaptureFix
     capsys.readouterr()  # what the export of the bundle printed
     report = tmp_path / "report.json"
     options = ["--prompts", str(prompts), "--max-new-tokens", "12", "--threads", "1", "--json", str(report)]
-    options += ["--ort-genai", "folder", "--ort-genai-python", fake_genai_python(tmp_path), "--pass-costs"]
+    python, folder, file = peer_python(tmp_path), genai_folder(tmp_path, 400), gguf_file(tmp_path, 400)
+    options += ["--ort-genai", str(folder), "--ort-genai-python", python, "--pass-costs"]
+    options += ["--llama-cpp", str(file), "--llama-cpp-python", python]
     assert main([bundle, *options]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     lines = printed.out.splitlines()
-    assert len(lines) == 5 + 1 + 4 * 5  # pass costs; all, copy-heavy and two categories with five methods each
+    assert len(lines) == 5 + 1 + 4 * 6  # pass costs; all, copy-heavy and two categories with six methods each
 
     written = json.loads(report.read_text())
-    assert written["ort_genai"] == "9.9"
+    assert written["peers"] == VERSIONS
     assert written["baseline"] in ("plain-fast", "plain")
     assert len(written["pass_costs"]) == 14
     assert list(written["groups"]) == ["all", "copy-heavy", "rag", "writing"]
     figures = {each["method"]: each for each in written["groups"]["all"]}
-    assert list(figures) == ["plain-fast", "plain", "ngram", "model", "ort-genai"]
+    assert list(figures) == ["plain-fast", "plain", "ngram", "model", "ort-genai", "llama-cpp"]
     assert [figures[name]["identical_to_plain"] for name in ("plain", "ngram", "model")] == [2, 2, 2]
     assert figures["plain"]["mean_accepted_length"] == 1.0
     assert figures["model"]["acceptance_rate"] == 1.0
     runs = {(run["method"], run["question_id"]): run for run in written["runs"]}
-    assert len(runs) == 10
+    assert len(runs) == 12
     for number in (1, 2):
         count = len(runs["plain-fast", number]["token_ids"])
-        assert len(runs["ort-genai", number]["token_ids"]) == count
-        assert runs["ort-genai", number]["decoded"] == count - 1
+        for name in ("ort-genai", "llama-cpp"):
+            assert len(runs[name, number]["token_ids"]) == count
+            assert runs[name, number]["decoded"] == count - 1
+            assert runs[name, number]["seconds"] == count - 1  # by the stand-in's clock
         assert runs["ngram", number]["token_ids"] == runs["plain", number]["token_ids"]
 
 

@@ -1,11 +1,12 @@
 """What quantization costs: quality, size and speed of bundles' engines against the same model in fp32, and what drafts
-of each precision are worth to targets of each.
+of each precision are worth to targets of each. Models of peers are held against the same fp32 logits.
 
-All engines of all bundles are open at once; of logits, a chunk of each is held. The arithmetic is in
-`engines/damage.py`. This module knows what to compare with what, and the tables; it judges nothing.
+All engines of all bundles are open at once; of logits, a chunk of each is held (of a peer, a text's). The arithmetic is
+in `engines/damage.py`. This module knows what to compare with what, and the tables; it judges nothing.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -17,7 +18,7 @@ import msgspec
 from specdec.engines.base import Engine
 from specdec.engines.command import CommandParser, run_command
 from specdec.engines.contract import ModelSpec
-from specdec.engines.damage import WIDTH, Damage, compare_engines
+from specdec.engines.damage import WIDTH, Damage, Tally, compare_engines, teacher_forced
 from specdec.engines.errors import RequestError
 from specdec.engines.prompts import PROMPTS
 from specdec.engines.registry import EngineConfig, open_engine
@@ -26,6 +27,7 @@ from specdec.runtime.text import TextCodec
 from specdec.tools.figures import align
 from specdec.tools.measure import PassCost, pass_costs
 from specdec.tools.pairs import DRAFT, TARGET, Content, Open, Pair, Subject, run_pair, subjects
+from specdec.tools.peers import Peer, add_peer_options, open_peers
 from specdec.tools.questions import read_questions
 
 PROG = "python -m specdec.tools.damage"
@@ -39,15 +41,19 @@ NOTE = (
 EXAMPLES = """examples:
   python -m specdec.tools.damage smollm2-int8 smollm2-int4 --reference smollm2-fp32
   python -m specdec.tools.damage smollm2-int4 --reference smollm2-fp32 --prompts texts.jsonl --no-pairs --json
+  python -m specdec.tools.damage smollm2-int8 --reference smollm2-fp32 --llama-cpp model.gguf --llama-cpp-python PYTHON
 """
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine costs. `damage` None: a draft of which the reference has no equal. `size` in bytes."""
+    """What one engine costs. `damage` None: a draft of which the reference has no equal. `size` in bytes.
+
+    Of a peer: `bundle` is its model, `role` its name and version, and its precision is not known.
+    """
 
     bundle: str
     role: str
-    precision: str
+    precision: str | None
     size: int
     damage: Damage | None
     pass_costs: list[PassCost]
@@ -72,7 +78,7 @@ def damages(
     `compared` holds that bundle's own subjects, too. A draft that has no such model is left out. Raises `RequestError`
     when `reference` has no fp32 target, or a target has no such model.
     """
-    known = [each for each in compared if each.bundle == reference and each.variant.precision == REFERENCE]
+    known = _known(reference, compared)
     if not any(each.role == TARGET for each in known):
         raise RequestError(f"{reference} has no target in {REFERENCE}: export one with --precision {REFERENCE}")
     groups: dict[Content, tuple[Subject, dict[Content, Subject]]] = {}
@@ -83,17 +89,48 @@ def damages(
             raise RequestError(f"{each.bundle} is of another model than {reference}: give the same one's fp32 bundle")
         if equal is not None:
             groups.setdefault(equal.content, (equal, {}))[1][each.content] = each
-    width = min(WIDTH, *(each.manifest.limits.max_tree for each in compared))
     found: dict[Content, Damage] = {}
     for own, group in groups.values():
-        results = compare_engines(opened(own), [opened(each) for each in group.values()], texts, width=width)
+        results = compare_engines(opened(own), [opened(each) for each in group.values()], texts, width=_width(compared))
         found |= zip(group, results, strict=True)
     return found
 
 
+def peer_costs(peers: Sequence[Peer], reference: Engine, texts: Sequence[Sequence[int]], width: int) -> list[Cost]:
+    """What each peer costs on `texts` (token ids), of which `reference` is given `width` tokens at a time.
+
+    Raises `RequestError` for a peer whose vocabulary is smaller than that of `reference`.
+    """
+    size, tallies = reference.spec.vocab_size, [Tally() for _ in peers]
+    for tokens in texts:
+        if len(tokens) < 2 or not peers:
+            continue
+        scores = [peer.score(tokens[:-1]) for peer in peers]
+        for peer, logits in zip(peers, scores, strict=True):
+            if logits.shape[1] < size:
+                raise RequestError(f"{peer.model} has a vocabulary of {logits.shape[1]}, the reference one of {size}: "
+                                   "compare the same model")  # fmt: skip
+        at = 0
+        for following, expected in teacher_forced(reference, tokens, width):
+            for tally, logits in zip(tallies, scores, strict=True):
+                tally.add(expected, logits[at : at + len(following), :size], following)
+            at += len(following)
+    return [
+        Cost(
+            bundle=str(peer.model),
+            role=f"{peer.driver.name} {peer.version}",
+            precision=None,
+            size=peer.size,
+            damage=tally.damage,
+            pass_costs=[],
+        )
+        for peer, tally in zip(peers, tallies, strict=True)
+    ]
+
+
 def to_text(report: Report) -> str:
     """The report as aligned plain text: a line for each engine, one for each pair, and what lossless means here."""
-    shown = SHOWN_WIDTHS if all(each.pass_costs for each in report.engines) else ()
+    shown = SHOWN_WIDTHS if any(each.pass_costs for each in report.engines) else ()
     rows = [["bundle", "model", "precision", "MB", "KL (nats)", "top-1", "perplexity", f"in {REFERENCE}", "tokens",
              *(f"ms/pass of {width}" for width in shown)]]  # fmt: skip
     for each in report.engines:
@@ -102,8 +139,8 @@ def to_text(report: Report) -> str:
             f"{of.mean_kl:.4f}", f"{of.top1_agreement:.1%}", f"{of.perplexity:.3f}", f"{of.reference_perplexity:.3f}",
             str(of.tokens),
         ]  # fmt: skip
-        names = [each.bundle, each.role, each.precision, f"{each.size / 1e6:.1f}"]
-        rows.append([*names, *quality, *(f"{times[width]:.1f}" for width in shown)])
+        names = [each.bundle, each.role, each.precision or "-", f"{each.size / 1e6:.1f}"]
+        rows.append([*names, *quality, *(f"{times[width]:.1f}" if times else "-" for width in shown)])
     tables = [align(rows, left=3)]
     if report.pairs:
         pairs = [["target", "draft", "T", "mode", "prompts", "tokens", "accepted", "τ"]]
@@ -142,7 +179,11 @@ def _measure(args: argparse.Namespace, stack: ExitStack) -> Report:
             engines[subject.content] = stack.enter_context(closing(open_engine(graph, subject.model.spec, config)))
         return engines[subject.content]
 
-    quality = damages(args.reference, compared, opened, tokens)
+    with ExitStack() as lent:
+        peers = open_peers(args, args.threads or os.cpu_count() or 1, lent)
+        quality = damages(args.reference, compared, opened, tokens)
+        truth = next(each for each in _known(args.reference, compared) if each.role == TARGET)
+        of_peers = peer_costs(peers, opened(truth), tokens, _width(compared))
     once = {each.content: each for each in compared}
     times = {content: pass_costs(opened(each)) for content, each in once.items() if args.pass_costs}
     costs = [
@@ -155,7 +196,7 @@ def _measure(args: argparse.Namespace, stack: ExitStack) -> Report:
             pass_costs=times.get(each.content, []),
         )
         for each in compared
-    ]
+    ] + of_peers
     config = SpeculativeConfig(method="model", num_speculative_tokens=args.num_speculative_tokens)
     params = SamplingParams(seed=args.seed, max_new_tokens=args.max_new_tokens)
     asked = [prompt.text for prompt in PROMPTS][: args.limit]
@@ -167,6 +208,16 @@ def _measure(args: argparse.Namespace, stack: ExitStack) -> Report:
         for pair in run_pair(target, draft, opened, asked, config=config, params=params, temperatures=TEMPERATURES)
     ]
     return Report(reference=str(args.reference), texts=len(texts), seed=args.seed, engines=costs, pairs=pairs)
+
+
+def _known(reference: Path, compared: Sequence[Subject]) -> list[Subject]:
+    """The subjects of the reference's bundle that are in fp32."""
+    return [each for each in compared if each.bundle == reference and each.variant.precision == REFERENCE]
+
+
+def _width(compared: Sequence[Subject]) -> int:
+    """Tokens of a pass that all of them take."""
+    return min(WIDTH, *(each.manifest.limits.max_tree for each in compared))
 
 
 def _shape(subject: Subject) -> ModelSpec:
@@ -205,6 +256,7 @@ def _parser() -> CommandParser:
     add("--num-speculative-tokens", metavar="K", type=_positive, help="most draft tokens a round")
     add("--seed", metavar="N", type=int, default=0, help="of sampled answers (default %(default)s)")
     add("--threads", metavar="N", type=_positive, help="of every engine (default: one per core)")
+    add_peer_options(parser)
     add("--json", action="store_true", help="print one JSON object")
     return parser
 

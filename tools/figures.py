@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-FAST, PLAIN, GENAI = "plain-fast", "plain", "ort-genai"  # the references; every other method is a drafter
+FAST, PLAIN = "plain-fast", "plain"  # the references
+PEERS = GENAI, LLAMA = "ort-genai", "llama-cpp"  # every other method is a drafter
 COPY_HEAVY = frozenset({"extraction", "translation", "math", "math_reasoning", "rag"})  # Spec-Bench categories
 
 
@@ -29,7 +30,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """One method on one group of prompts; None where it has no such figure or its reference did not run.
 
-    `speedup` is against the fastest plain decoding of all runs, `speedup_genai` against onnxruntime-genai: ratios of
+    `speedup` is against the fastest plain decoding of all runs, `speedup_peers` against each peer that ran: ratios of
     tokens/s, which is the ratio of the times where the tokens are the same. `identical_to_plain` counts prompts.
     """
 
@@ -37,7 +38,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
     tokens_per_second: float
     speedup: float | None
-    speedup_genai: float | None
+    speedup_peers: dict[str, float | None]
     mean_accepted_length: float | None
     acceptance_rate: float | None
     host_ms_per_round: float | None
@@ -65,7 +66,8 @@ def _figures(runs: Sequence[Run], fastest: str | None) -> list[Figures]:
     for run in runs:
         methods.setdefault(run.method, []).append(run)
     plain = {run.question_id: run.token_ids for run in methods.get(PLAIN, ())}
-    reference, genai = _speed(methods.get(fastest or "", ())), _speed(methods.get(GENAI, ()))
+    reference = _speed(methods.get(fastest or "", ()))
+    peers = {name: _speed(methods[name]) for name in PEERS if name in methods}
     figures = []
     for method, own in methods.items():
         speed = _speed(own)
@@ -76,7 +78,7 @@ def _figures(runs: Sequence[Run], fastest: str | None) -> list[Figures]:
                 prompts=len(own),
                 tokens_per_second=speed,
                 speedup=_ratio(speed, reference),
-                speedup_genai=_ratio(speed, genai),
+                speedup_peers={name: _ratio(speed, of_peer) for name, of_peer in peers.items()},
                 mean_accepted_length=_ratio(sum(run.decoded for run in own), rounds),
                 acceptance_rate=_ratio(sum(run.accepted for run in own), proposed),
                 host_ms_per_round=_ratio(sum(run.host_ms for run in own), rounds),
@@ -87,9 +89,10 @@ def _figures(runs: Sequence[Run], fastest: str | None) -> list[Figures]:
 
 
 def table(groups: Mapping[str, Sequence[Figures]], fastest: str | None) -> str:
-    """Render the figures as aligned plain text, one block of lines per group."""
-    rows = [("prompts", "method", "tokens/s", f"vs {fastest or PLAIN}", f"vs {GENAI}", "τ", "accepted", "host ms/round",
-             f"as {PLAIN}")]  # fmt: skip
+    """Render the figures as aligned plain text, one block of lines per group, a column for each peer that ran."""
+    peers = [name for name in PEERS if any(name in each.speedup_peers for of in groups.values() for each in of)]
+    rows = [("prompts", "method", "tokens/s", f"vs {fastest or PLAIN}", *(f"vs {name}" for name in peers), "τ",
+             "accepted", "host ms/round", f"as {PLAIN}")]  # fmt: skip
     for name, figures in groups.items():
         for row, each in enumerate(figures):
             same = each.identical_to_plain
@@ -99,7 +102,7 @@ def table(groups: Mapping[str, Sequence[Figures]], fastest: str | None) -> str:
                     each.method,
                     f"{each.tokens_per_second:.2f}",
                     _cell(each.speedup, ".3f"),
-                    _cell(each.speedup_genai, ".3f"),
+                    *(_cell(each.speedup_peers.get(name), ".3f") for name in peers),
                     _cell(each.mean_accepted_length, ".2f"),
                     _cell(each.acceptance_rate, ".2f"),
                     _cell(each.host_ms_per_round, ".2f"),

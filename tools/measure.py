@@ -27,8 +27,8 @@ from specdec.engines.registry import EngineConfig, open_engine
 from specdec.runtime.config import SpeculativeConfig
 from specdec.runtime.llm import LLM, Mode
 from specdec.runtime.params import SamplingParams
-from specdec.tools.figures import FAST, GENAI, PLAIN, Run, align, baseline, summarize, table
-from specdec.tools.genai import Genai
+from specdec.tools.figures import FAST, PEERS, PLAIN, Run, align, baseline, summarize, table
+from specdec.tools.peers import Peer, add_peer_options, open_peers
 from specdec.tools.questions import Question, read_questions, select
 
 PROG = "python -m specdec.tools.measure"
@@ -39,6 +39,7 @@ EXAMPLES = """examples:
   python -m specdec.tools.measure bundle --prompts question.jsonl --categories rag,qa --methods plain-fast,plain,ngram
   python -m specdec.tools.measure bundle --prompts question.jsonl --temperature 1 --methods model@token,model@block
   python -m specdec.tools.measure bundle --pass-costs
+  python -m specdec.tools.measure bundle --prompts question.jsonl --llama-cpp model.gguf --llama-cpp-python PYTHON
 """
 
 Generate = Callable[[Question, Sequence[int], int], Run]  # question, its token ids, most new tokens
@@ -61,18 +62,22 @@ def interleave(
 ) -> Iterator[Run]:
     """Run every method on every prompt, each prompt starting with another method; yield the fastest repeat of each.
 
-    onnxruntime-genai comes last and generates as many tokens as the first method did.
+    Peers come last, taking turns as well, and generate as many tokens as the first method did.
     """
-    own = [name for name in methods if name != GENAI]
+    own, peers = [name for name in methods if name not in PEERS], [name for name in methods if name in PEERS]
     for index, (question, ids) in enumerate(prompts):
         best: dict[str, Run] = {}
         for turn in range(index, index + repeat):
-            first = turn % len(own)
-            for name in (*own[first:], *own[:first], *(methods.keys() - own)):
-                run = methods[name](question, ids, len(best[own[0]].token_ids) if name == GENAI else count)
+            for name in (*_rotated(own, turn), *_rotated(peers, turn)):
+                run = methods[name](question, ids, len(best[own[0]].token_ids) if name in peers else count)
                 if name not in best or run.seconds < best[name].seconds:
                     best[name] = run
         yield from (best[name] for name in methods)
+
+
+def _rotated(names: Sequence[str], turn: int) -> list[str]:
+    first = turn % len(names) if names else 0
+    return [*names[first:], *names[:first]]
 
 
 def pass_costs(engine: Engine) -> list[PassCost]:
@@ -128,13 +133,13 @@ def _own_method(name: str, llm: LLM, params: SamplingParams) -> Generate:
     return generate
 
 
-def _genai_method(peer: Genai) -> Generate:
+def _peer_method(peer: Peer) -> Generate:
     def generate(question: Question, ids: Sequence[int], count: int) -> Run:
         answer = peer.generate(ids, count)
         return Run(
             question_id=question.question_id,
             category=question.category,
-            method=GENAI,
+            method=peer.driver.name,
             token_ids=answer.token_ids,
             decoded=len(answer.token_ids) - 1,
             seconds=answer.seconds,
@@ -159,10 +164,9 @@ def _measure(args: argparse.Namespace, engine: EngineConfig, report: dict[str, A
             mode: Mode = "fast" if name == FAST else "exact"
             llm = LLM(args.bundle, speculative=config, mode=mode, engine=engine, verify=not methods)
             methods[name] = _own_method(name, stack.enter_context(llm), params)
-        if args.ort_genai:
-            peer = Genai(args.ort_genai_python, args.ort_genai, args.threads)
-            methods[GENAI] = _genai_method(stack.enter_context(closing(peer)))
-            report["ort_genai"] = peer.version
+        peers = open_peers(args, args.threads, stack)
+        methods |= {peer.driver.name: _peer_method(peer) for peer in peers}
+        report["peers"] = {peer.driver.name: peer.version for peer in peers}
         prompts = [(question, llm.text.encode_turn(question.turns[0])) for question in questions]
         list(interleave(prompts[:1] * args.warmup, methods, args.max_new_tokens, 1))
         runs: list[Run] = []
@@ -209,9 +213,7 @@ def _parser() -> CommandParser:
     add("--threads", metavar="N", type=_positive, default=os.cpu_count() or 1, help="of every engine (default: one per "
         "core)")  # fmt: skip
     add("--pass-costs", action="store_true", help="time single passes of the target by width and batch")
-    add("--ort-genai", metavar="FOLDER", type=Path, help="compare with this model of onnxruntime-genai's builder")
-    add("--ort-genai-python", metavar="PYTHON", default=sys.executable, help="Python that has onnxruntime-genai "
-        "(default: this one)")  # fmt: skip
+    add_peer_options(parser)
     add("--json", metavar="FILE", type=Path, help="write the figures and every run to a file")
     return parser
 

@@ -1,27 +1,98 @@
-"""A stand-in for the Python that has onnxruntime-genai: speaks the driver's protocol, knows no model."""
+"""Stand-ins for peers: a Python that has onnxruntime-genai and llama.cpp, and models for them.
 
+The modules `fake_onnxruntime_genai` and `fake_llama_cpp` play the libraries, so what is tested runs the drivers' own
+source. Both run one model whose logits are a formula of the tokens so far; in the peer's process, the clock shows how
+many passes it has made.
+"""
+
+import json
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-# Checks its arguments; answers with the prompt's tokens over and over; ends at a prompt that begins with token 0.
+import numpy as np
+
+END = 0  # the end token
+VERSIONS = {"ort-genai": "9.9", "llama-cpp": "8.8"}
 SCRIPT = """#!{python}
-import json, sys
-assert sys.argv[1] == "-c" and sys.argv[3:] == ["folder", "1"], sys.argv
-print("a library says hello", flush=True)
-print(json.dumps({{"version": "9.9"}}), flush=True)
-for line in sys.stdin:
-    request = json.loads(line)
-    if request["prompt"][0] == 0:
-        print("first line", file=sys.stderr)
-        sys.exit("no such token")
-    tokens = (request["prompt"] * request["count"])[: request["count"]]
-    print(json.dumps({{"token_ids": tokens, "seconds": 0.5}}), flush=True)
+import sys
+sys.path.insert(0, {tests!r})
+from support.fake_peers import play
+option, source, *sys.argv[1:] = sys.argv[1:]
+assert option == "-c"
+play()
+exec(compile(source, "driver", "exec"))
 """
 
 
-def fake_genai_python(folder: Path) -> str:
-    """Write the script to `folder`; it takes the model `folder` and 1 thread. Returns its path."""
+def logits_after(tokens: Sequence[int], vocab: int) -> np.ndarray:
+    """Logits [vocab] of the token after `tokens`."""
+    return np.sin(np.arange(vocab) * (1 + sum(tokens)) + len(tokens)).astype(np.float32)
+
+
+def greedy(tokens: Sequence[int], vocab: int, count: int) -> tuple[int, ...]:
+    """The most probable `count` tokens after `tokens`, end tokens among them."""
+    found = list(tokens)
+    for _ in range(count):
+        found.append(int(logits_after(found, vocab).argmax()))
+    return tuple(found[len(tokens) :])
+
+
+@dataclass
+class FakeModel:
+    """The model of a file; wants to run on as many threads as the file says."""
+
+    vocab: int
+    threads: int
+    passes: int = 0
+
+    @classmethod
+    def load(cls, path: Path, threads: int) -> "FakeModel":
+        model = cls(**json.loads(path.read_text()))
+        assert threads == model.threads, threads
+        time.perf_counter = lambda: float(model.passes)
+        print("a library says hello", flush=True)
+        return model
+
+    def forward(self, past: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """One pass: logits after each of `tokens` [len(tokens), vocab]."""
+        self.passes += 1
+        if not all(0 <= token < self.vocab for token in tokens):
+            print("first line", file=sys.stderr)
+            raise ValueError("no such token")
+        history = [*past, *tokens]
+        return np.stack([logits_after(history[:end], self.vocab) for end in range(len(past) + 1, len(history) + 1)])
+
+
+def play() -> None:
+    """Put the stand-ins where the libraries would be found."""
+    from support import fake_llama_cpp, fake_onnxruntime_genai
+
+    sys.modules |= {"onnxruntime_genai": fake_onnxruntime_genai, "llama_cpp": fake_llama_cpp}
+
+
+def peer_python(folder: Path) -> str:
+    """Write the Python that has both libraries to `folder`; return its path."""
     path = folder / "python"
-    path.write_text(SCRIPT.format(python=sys.executable))
+    path.write_text(SCRIPT.format(python=sys.executable, tests=str(Path(__file__).parents[1])))
     path.chmod(0o755)
     return str(path)
+
+
+def genai_folder(folder: Path, vocab: int = 11, threads: int = 1) -> Path:
+    """Write a model folder of onnxruntime-genai."""
+    model = folder / f"genai-{vocab}"
+    model.mkdir()
+    (model / "model.onnx").write_text(json.dumps({"vocab": vocab, "threads": threads}))
+    (model / "model.onnx.data").write_bytes(bytes(1000))
+    (model / "tokenizer.json").write_bytes(bytes(500))
+    return model
+
+
+def gguf_file(folder: Path, vocab: int = 11, threads: int = 1) -> Path:
+    """Write a .gguf file."""
+    model = folder / f"model-{vocab}.gguf"
+    model.write_text(json.dumps({"vocab": vocab, "threads": threads}))
+    return model
