@@ -17,7 +17,15 @@ from specdec.engines.registry import EngineConfig, open_engine
 from specdec.engines.scoring import score
 from specdec.export import lower_ort
 from specdec.export.canonical import CanonicalForm
-from specdec.export.lower_ort import BlockEmbeddings, BlockProducts, BlockSums, FloatMasks, SkipNorms, lower_for_ort
+from specdec.export.lower_ort import (
+    BlockEmbeddings,
+    BlockProducts,
+    BlockSums,
+    ComposedAttention,
+    FloatMasks,
+    SkipNorms,
+    lower_for_ort,
+)
 from specdec.export.passes import MergedConstants, run_passes
 from specdec.export.precision import Prepared, dequantize, prepare, quantize_graph, without_rounding
 from specdec.export.recipes import ORT, find_recipe
@@ -71,15 +79,17 @@ def count(graph: ir.Model) -> Mapping[str, int]:
     return {kind: kinds.count(kind) for kind in kinds}
 
 
+ALL = (FloatMasks, ComposedAttention, SkipNorms, BlockProducts, BlockEmbeddings, BlockSums)
 STEPS: dict[str, tuple[tuple[Any, ...], str]] = {
     "masks": ((FloatMasks,), "fp32"),
+    "attention": ((FloatMasks, ComposedAttention), "fp32"),
     "norms": ((SkipNorms,), "fp32"),
     "products": ((BlockProducts,), "int8"),
     "embeddings": ((BlockEmbeddings,), "int8"),
     "sums": ((BlockSums,), "int4"),
-    "all-fp32": ((FloatMasks, SkipNorms), "fp32"),
-    "all-int8": ((FloatMasks, SkipNorms, BlockProducts, BlockEmbeddings, BlockSums), "int8"),
-    "all-int4": ((FloatMasks, SkipNorms, BlockProducts, BlockEmbeddings, BlockSums), "int4"),
+    "all-fp32": (ALL, "fp32"),
+    "all-int8": (ALL, "int8"),
+    "all-int4": (ALL, "int4"),
 }
 
 
@@ -104,6 +114,7 @@ def test_lowering_leaves_the_operators_that_were_measured(precision: str) -> Non
     assert after["SkipSimplifiedLayerNormalization"] == 2 * layers
     assert after["RMSNormalization"] == 1
     assert after["Where"] == before.get("Where", 0) + 1
+    assert (after["FusedMatMul"], after["Softmax"], after.get("Attention", 0)) == (layers, layers, 0)
     if precision == "fp32":
         assert "MatMulNBits" not in after
         return
