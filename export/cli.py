@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PROG = "specdec-export"
 EXTRA_MODULES = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "gguf", "accelerate", "rich")
+NOT_OPTIONS = ("json", "quiet", "debug", "report")  # of the command, not of the export
 EXAMPLES = """examples:
   specdec-export ./SmolLM2-135M-Instruct -o smollm2.bundle
   specdec-export model.gguf -o model.bundle --drafter ngram --drafter model:small.gguf
@@ -94,6 +95,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code that MODEL brings along")
     parser.add_argument("--force", action="store_true", help="replace an existing bundle, once the new one is whole")
+    parser.add_argument(
+        "--report", action="store_true", help="time passes of every graph, and say what quantization cost"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     parser.add_argument("--quiet", action="store_true", help="no progress and no notes")
     return parser
@@ -116,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "quiet", "debug")}
+    settings = {name: value for name, value in vars(arguments).items() if name not in NOT_OPTIONS}
     settings["drafters"] = tuple(settings.pop("drafter") or DEFAULT_DRAFTERS)
     settings["backends"] = tuple(settings.pop("backend") or DEFAULT_BACKENDS)
     settings["archs"] = tuple(settings.pop("arch") or ())
@@ -129,15 +133,20 @@ def _export(arguments: argparse.Namespace) -> int:
     with progress:
         manifest: Manifest = pipeline.export_bundle(options, progress)
     seconds = round(time.monotonic() - started, 1)
+    reporting = importlib.import_module("specdec.export.report")
+    report = reporting.make_report(options.output, manifest) if arguments.report else None
     if arguments.json:
         record: dict[str, Any] = {
             "bundle": str(options.output),
             "seconds": seconds,
             "manifest": msgspec.to_builtins(manifest),
+            **({"report": msgspec.to_builtins(report)} if report is not None else {}),
         }
         print(json.dumps(record))
     else:
         print(_summary(options, manifest, seconds))
+        if report is not None:
+            print(reporting.report_text(report))
     return 0
 
 

@@ -18,6 +18,7 @@ import msgspec
 from specdec.engines.base import Engine
 from specdec.engines.command import CommandParser, run_command
 from specdec.engines.contract import ModelSpec
+from specdec.engines.costs import PassCost, pass_costs
 from specdec.engines.damage import WIDTH, Damage, Tally, compare_engines, teacher_forced
 from specdec.engines.errors import RequestError
 from specdec.engines.prompts import PROMPTS
@@ -25,7 +26,6 @@ from specdec.engines.registry import EngineConfig, open_engine
 from specdec.runtime import SamplingParams, SpeculativeConfig
 from specdec.runtime.text import TextCodec
 from specdec.tools.figures import align
-from specdec.tools.measure import PassCost, pass_costs
 from specdec.tools.pairs import DRAFT, TARGET, Content, Open, Pair, Subject, run_pair, subjects
 from specdec.tools.peers import Peer, add_peer_options, open_peers
 from specdec.tools.questions import read_questions

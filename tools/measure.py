@@ -12,16 +12,12 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from specdec.engines.base import Engine
-from specdec.engines.chunk import RowInput, pack
 from specdec.engines.command import CommandParser, run_command
+from specdec.engines.costs import PASSES, PassCost, pass_costs
 from specdec.engines.manifest import read_manifest
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.runtime.config import SpeculativeConfig
@@ -32,8 +28,6 @@ from specdec.tools.peers import Peer, add_peer_options, open_peers
 from specdec.tools.questions import Question, read_questions, select
 
 PROG = "python -m specdec.tools.measure"
-WIDTHS, BATCHES = (1, 2, 3, 4, 6, 8, 16), (1, 4)  # of the passes whose cost is measured
-PAST, CAPACITY, PASSES = 200, 512, 20  # committed tokens of a row, slots of a row, measured passes of each kind
 EXAMPLES = """examples:
   python -m specdec.tools.measure bundle --prompts question.jsonl --per-category 3 --json measured.json
   python -m specdec.tools.measure bundle --prompts question.jsonl --categories rag,qa --methods plain-fast,plain,ngram
@@ -43,15 +37,6 @@ EXAMPLES = """examples:
 """
 
 Generate = Callable[[Question, Sequence[int], int], Run]  # question, its token ids, most new tokens
-
-
-class PassCost(msgspec.Struct, frozen=True):
-    """Milliseconds of one pass of `batch` rows, `width` tokens each."""
-
-    batch: int
-    width: int
-    best_ms: float
-    median_ms: float
 
 
 def interleave(
@@ -78,29 +63,6 @@ def interleave(
 def _rotated(names: Sequence[str], turn: int) -> list[str]:
     first = turn % len(names) if names else 0
     return [*names[first:], *names[:first]]
-
-
-def pass_costs(engine: Engine) -> list[PassCost]:
-    """Time passes of all widths and batches after `PAST` tokens, in turns; logits of every position, as in decoding."""
-    rows = max(BATCHES)
-    spec, kv = engine.spec, engine.allocate(rows, CAPACITY)
-    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, (rows, PAST))
-    engine.step(pack([RowInput(row, 0) for row in tokens], np.zeros(rows, np.int64), 1, spec.max_length), kv)
-    chunks = {
-        (batch, width): pack(
-            [RowInput(row[:width], width) for row in tokens[:batch]], np.full(batch, PAST), 1, spec.max_length
-        )
-        for batch in BATCHES
-        for width in WIDTHS
-    }
-    times: dict[tuple[int, int], list[float]] = {key: [] for key in chunks}
-    for turn in range(1 + PASSES):
-        for key, chunk in chunks.items():
-            started = perf_counter()
-            engine.step(chunk, kv)
-            if turn:  # the first one is a warm-up
-                times[key].append((perf_counter() - started) * 1000)
-    return [PassCost(batch, width, min(ms), median(ms)) for (batch, width), ms in times.items()]
 
 
 def cost_table(costs: Sequence[PassCost]) -> str:
