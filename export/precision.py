@@ -20,13 +20,13 @@ from specdec.export.blocks import QuantizedWeights
 from specdec.export.calibrate import Statistics, collect
 from specdec.export.canonical import CanonicalForm, is_parameter
 from specdec.export.edit import nodes_of
-from specdec.export.grid import Array, Grid
+from specdec.export.grid import BOUNDS, Array, Grid
 from specdec.export.passes import MergedConstants, run_passes
 from specdec.export.products import Product, find_products
-from specdec.export.qdq import RoundedInputs, head_product
+from specdec.export.qdq import RoundedInputs, head_product, is_gated
 from specdec.export.quantize import activation_scale, quantize_weight
 from specdec.export.recipes import Kind, Recipe
-from specdec.export.smooth import Group, find_groups, smooth
+from specdec.export.smooth import Group, Size, find_groups, smooth
 from specdec.export.weights import ALIASES
 
 
@@ -60,13 +60,16 @@ def prepare(
     chosen = [product for product in products if not _kept(product, keep)]
     head = head_product(graph)
     layers = [product for product in chosen if head is None or product.node is not head.node]
+    # integers with one scale for a tensor have no room for the outliers of act(gate) * up (docs/quantization.md)
+    rounded = [product for product in layers if recipe.activations not in BOUNDS or not is_gated(product)]
     taken = {name: grid for name, grid in (own or {}).items() if _fits(grid, recipe)}
     statistics: Mapping[str, Statistics] = {}
     if not taken.keys() >= {name for product in layers for name in product.names}:
         statistics = collect(model, prompts)
         if recipe.smoothing is not None:
-            groups = _free(find_groups(graph), layers, taken)
-            model.load_state_dict(smooth(model.state_dict(), groups, statistics, recipe.smoothing)[0])
+            groups = _free(find_groups(graph), layers if recipe.activations is None else rounded, taken)
+            size: Size = "maximum" if recipe.block is None else "rms"
+            model.load_state_dict(smooth(model.state_dict(), groups, statistics, recipe.smoothing, size)[0])
             statistics = collect(model, prompts)
     weights = model.state_dict()
     grids = {
@@ -74,9 +77,12 @@ def prepare(
         for product in layers
         for name in product.names
     }
-    scales = {}
-    if recipe.activations is not None:
-        scales = {name: activation_scale(statistics[name], recipe.activations) for name in grids}
+    scales = {
+        name: activation_scale(statistics[name], recipe.activations)
+        for product in rounded
+        for name in product.names
+        if recipe.activations is not None
+    }
     if recipe.head is not None:
         tables = _tables(graph) | ({head.weight} if head is not None else set())
         for name in sorted(str(table.name) for table in tables if not _matches(_names(table), keep)):

@@ -62,7 +62,7 @@ RECIPES = (
     Recipe(name="int4", dtype="float32", engines=ORT, weights="int4", block=32, offset=True, head="int8",
            keeps_own=True),
     Recipe(name="int4", dtype="float16", engines=TENSORRT, weights="int4", block=64),
-    Recipe(name="int8-w8a8", dtype="float16", engines=BACKENDS, weights="int8", activations="int8", smoothing=0.5),
+    Recipe(name="int8-w8a8", dtype="float16", engines=BACKENDS, weights="int8", activations="int8", smoothing=0.8),
     Recipe(name="fp8", dtype="float16", engines=BACKENDS, weights="float8e4m3fn", activations="float8e4m3fn", sm=89),
 )  # fmt: skip
 PRECISIONS = tuple(dict.fromkeys(recipe.name for recipe in RECIPES))

@@ -46,7 +46,8 @@ def test_every_product_has_a_grid_of_the_recipe(precision: str) -> None:
         assert grid.kind == (recipe.head if name in head else recipe.weights)
         assert grid.block == (recipe.block or grid.levels.shape[1])
         assert (grid.offset is not None) == (recipe.offset and name not in head)
-    assert prepared.scales.keys() == (layers if recipe.activations else set())
+    rounded = {name for name in layers if precision == "fp8" or "down_proj" not in name}
+    assert prepared.scales.keys() == (rounded if recipe.activations else set())
 
 
 def test_what_is_kept_stays_as_it_is() -> None:
