@@ -1,9 +1,9 @@
 """SmoothQuant (arXiv 2211.10438) without a trace of it in the graph: outliers of activations move into weights.
 
 A product's input channel c is divided by s_c and the weights that read it are multiplied, which changes no result. The
-division is folded into the norm that makes the channel, its weight and bias, so it costs nothing. Which norms and
-weights these are is read off the traced graph; anything else (attention's output, act(gate) * up, a tied or shared
-parameter) is left alone: docs/quantization.md says what that costs. This module rounds nothing.
+division is folded into what makes the channel, so it costs nothing: a norm's weight and bias, or the rows of `up` in
+act(gate) * up. Which parameters these are is read off the traced graph; anything else (attention's output, whose value
+heads are shared; fused gates; a tied or shared parameter) is left alone. This module rounds nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ NORMS = ("RMSNormalization", "LayerNormalization")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A norm's parameter [C]; what multiplies the channels is `offset` (Gemma's norms: 1) plus it."""
+    """A parameter [C, ...] whose first axis makes the channels: they are `offset` (Gemma's norms: 1) plus it."""
 
     name: str
     channels: int
@@ -53,9 +53,12 @@ def find_groups(graph: ir.Model) -> list[Group]:
     """The groups of a graph of `trace`, in the order of the graph; parameters under their names in the state dict."""
     groups = []
     for node in graph.graph:
-        if node.op_type not in NORMS:
+        if node.op_type in NORMS:
+            sources = [_scale(value) for value in node.inputs[1:3] if value is not None]
+        elif node.op_type == "Mul":
+            sources = _up(node)
+        else:
             continue
-        sources = [_source(value) for value in node.inputs[1:3] if value is not None]
         known = [source for source in sources if source is not None]
         if not known or len(known) < len(sources):
             continue
@@ -79,7 +82,7 @@ def smooth(
     Raises `ExportError` for a group whose input was not calibrated.
     """
     found, made = dict(weights), {}
-    for group in groups:
+    for group in reversed(groups):  # the rows of `up` before its columns, which they change
         first = group.consumers[0].name
         if first not in statistics:
             raise ExportError(f"the inputs of {first} were not calibrated")
@@ -89,7 +92,8 @@ def smooth(
         factors = _factors(torch.from_numpy(inputs), torch.stack(columns).amax(0), alpha)
         for source in group.sources:
             tensor = found[source.name]
-            found[source.name] = ((tensor.float() + source.offset) / factors - source.offset).to(tensor.dtype)
+            divisor = factors.reshape(-1, *[1] * (tensor.dim() - 1))
+            found[source.name] = ((tensor.float() + source.offset) / divisor - source.offset).to(tensor.dtype)
         for consumer in group.consumers:
             tensor = found[consumer.name]
             found[consumer.name] = (tensor.float() * factors.reshape(-1, *[1] * (1 - consumer.axis))).to(tensor.dtype)
@@ -127,18 +131,47 @@ def _consumers(value: ir.Value, channels: int) -> list[Consumer]:
     return sorted(found, key=lambda consumer: consumer.name)
 
 
-def _source(value: ir.Value) -> Source | None:
+def _scale(value: ir.Value) -> Source | None:
     """A norm's weight or bias: a parameter, or a parameter plus a constant."""
-    add, offset = value.producer(), 0.0
-    if add is not None:
-        if add.op_type != "Add" or len(value.uses()) != 1:
-            return None
-        for parameter, other in (add.inputs, add.inputs[::-1]):
-            constant = ir.convenience.get_const_tensor(other) if other is not None else None
-            if parameter is not None and constant is not None and constant.size == 1:
-                value, offset = parameter, float(np.asarray(constant.numpy()).reshape(()))
-    if not _is_own(value) or value.name is None or value.shape is None:
+    add = value.producer()
+    if add is None:
+        return _source(value) if _is_own(value) else None
+    if add.op_type != "Add" or len(value.uses()) != 1:
         return None
+    for parameter, constant in (add.inputs, add.inputs[::-1]):
+        tensor = ir.convenience.get_const_tensor(constant) if constant is not None else None
+        if parameter is not None and _is_own(parameter) and tensor is not None and tensor.size == 1:
+            return _source(parameter, float(np.asarray(tensor.numpy()).reshape(())))
+    return None
+
+
+def _up(node: ir.Node) -> list[Source | None]:
+    """Weight, and bias, of the product that is one factor of `node`, when the other factor is none."""
+    linear = [found for value in node.inputs if value is not None and (found := _linear(value))]
+    return list(linear[0]) if len(linear) == 1 else []
+
+
+def _linear(value: ir.Value) -> list[Source]:
+    """Parameters [C, ...] of the product (plus a bias) whose only reader takes `value`; none if it is another thing."""
+    node, found = value.producer(), []
+    if len(value.uses()) != 1 or node is None:
+        return []
+    if node.op_type == "Add":
+        bias = next((read for read in node.inputs if read is not None and is_parameter(read)), None)
+        rest = next((read for read in node.inputs if read is not bias), None)
+        if bias is None or rest is None or not _is_own(bias) or len(rest.uses()) != 1:
+            return []
+        found.append(_source(bias))
+        node = rest.producer()
+    product = as_product(node) if node is not None else None
+    if product is None or not _is_own(product.weight) or product.inputs_axis != 1 or len(product.names) > 1:
+        return []
+    return [Source(product.names[0], product.outputs), *found]
+
+
+def _source(value: ir.Value, offset: float = 0.0) -> Source:
+    if value.name is None or value.shape is None:
+        raise ExportError(f"parameter {value.name} of the traced graph has no name or no shape")
     return Source(value.name, int(value.shape.numpy()[0]), offset)
 
 

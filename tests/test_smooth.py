@@ -9,7 +9,7 @@ import torch
 
 from specdec.engines.errors import ExportError
 from specdec.export.calibrate import collect
-from specdec.export.smooth import Group, find_groups, smooth
+from specdec.export.smooth import Group, Size, find_groups, smooth
 from specdec.export.trace import trace
 from specdec.export.weights import ALIASES
 from support import models
@@ -37,6 +37,7 @@ def layer(prefix: str, groups: list[Group]) -> dict[str, str]:
 LLAMA = {
     "input_layernorm.weight": "self_attn.k_proj.weight self_attn.q_proj.weight self_attn.v_proj.weight",
     "post_attention_layernorm.weight": "mlp.gate_proj.weight mlp.up_proj.weight",
+    "mlp.up_proj.weight": "mlp.down_proj.weight",
 }
 EXPECTED: dict[str, tuple[str, dict[str, str]]] = {
     "llama": ("model.layers.1.", LLAMA),
@@ -46,6 +47,7 @@ EXPECTED: dict[str, tuple[str, dict[str, str]]] = {
         {
             "input_layernorm.weight": LLAMA["input_layernorm.weight"],
             "pre_feedforward_layernorm.weight": LLAMA["post_attention_layernorm.weight"],
+            "mlp.up_proj.weight": "mlp.down_proj.weight",
         },
     ),
     "phi3": (
@@ -99,12 +101,14 @@ def spread(maximum: np.ndarray) -> float:
     return float(np.log(maximum).std())
 
 
-def test_alpha_says_who_carries_the_outliers() -> None:
+@pytest.mark.parametrize("size", ["maximum", "rms"])
+def test_alpha_one_makes_inputs_equally_large(size: Size) -> None:
     model = models.random_model(models.llama())
-    groups, statistics = find_groups(trace(model.config)), collect(model, PROMPTS)
-    model.load_state_dict(smooth(model.state_dict(), groups, statistics, alpha=1.0)[0])
-    name = groups[0].consumers[0].name
-    assert spread(collect(model, PROMPTS)[name].maximum) < 1e-3
+    groups, statistics, logits = find_groups(trace(model.config)), collect(model, PROMPTS), run(model)
+    model.load_state_dict(smooth(model.state_dict(), groups, statistics, alpha=1.0, size=size)[0])
+    assert float((run(model) - logits).abs().max()) < 1e-5 * max(float(logits.abs().max()), 1)
+    found = collect(model, PROMPTS)[groups[0].consumers[0].name]
+    assert spread(found.maximum if size == "maximum" else found.mean_square) < 1e-3
 
 
 def test_a_silent_channel_is_left() -> None:
@@ -136,5 +140,5 @@ def names(node: ir.Node) -> list[str | None]:
 
 def test_inputs_that_were_not_calibrated_are_named() -> None:
     model = models.random_model(models.llama())
-    with pytest.raises(ExportError, match=r"inputs of model\.layers\.0\.self_attn\.k_proj\.weight were not calibrated"):
+    with pytest.raises(ExportError, match=r"inputs of model\.layers\.2\.mlp\.down_proj\.weight were not calibrated"):
         smooth(model.state_dict(), find_groups(trace(model.config)), {}, alpha=0.5)
