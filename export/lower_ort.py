@@ -27,7 +27,7 @@ def lower_for_ort(model: ir.Model, spec: ModelSpec) -> ir.Model:
     """Lower a finished graph, quantized or not, in place."""
     steps: list[ir.passes.PassBase] = [FloatMasks()]
     if spec.dtype == "float32":  # float16 has no kernels of its own on CPUs: nothing here would be faster
-        steps += [ComposedAttention(), SkipNorms(), BlockProducts(), BlockEmbeddings(), BlockSums()]
+        steps += [ComposedAttention(), BlockProducts(), BlockEmbeddings(), BlockSums()]
     return run_passes(model, [*steps, MergedConstants(), common.RemoveUnusedNodesPass(), CanonicalForm()])
 
 
@@ -67,33 +67,6 @@ class ComposedAttention(ir.passes.InPlacePass):
             weights = insert(node, "Softmax", [insert(node, "Add", [scores, mask])], axis=-1)
             replace_output(node, insert(node, "MatMul", [weights, values]))
         return ir.passes.PassResult(model, modified=bool(attentions))
-
-
-class SkipNorms(ir.passes.InPlacePass):
-    """Add the residual and normalize in one operator: RMSNormalization(Add(a, b)), whose sum goes on as well."""
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Replace each pair by SkipSimplifiedLayerNormalization."""
-        changed = False
-        for node in nodes_of(model, "RMSNormalization"):
-            total, weight = node.inputs[0], node.inputs[1]
-            add = total.producer() if total is not None else None
-            if total is None or weight is None or add is None or add.op_type != "Add" or add.domain:
-                continue
-            if node.attributes.get_int("axis", -1) != -1:
-                continue
-            fused = ir.node(
-                "SkipSimplifiedLayerNormalization",
-                [add.inputs[0], add.inputs[1], weight],
-                {"epsilon": node.attributes.get_float("epsilon", 1e-5)},
-                domain=CONTRIB,
-                num_outputs=4,
-            )
-            model.graph.insert_before(node, fused)
-            replace_output(node, fused.outputs[0])
-            replace_output(add, fused.outputs[3])
-            changed = True
-        return ir.passes.PassResult(model, modified=changed)
 
 
 class BlockProducts(ir.passes.InPlacePass):

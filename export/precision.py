@@ -23,6 +23,7 @@ from specdec.export.edit import nodes_of
 from specdec.export.grid import BOUNDS, Array, Grid
 from specdec.export.passes import MergedConstants, run_passes
 from specdec.export.products import Product, find_products
+from specdec.export.projections import JoinedProducts
 from specdec.export.qdq import RoundedInputs, head_product, is_gated
 from specdec.export.quantize import activation_scale, quantize_weight
 from specdec.export.recipes import Kind, Recipe
@@ -92,7 +93,14 @@ def prepare(
 
 def quantize_graph(graph: ir.Model, recipe: Recipe, prepared: Prepared) -> ir.Model:
     """Let `graph` read the grids, and products their rounded inputs: standard operators, in place."""
-    passes: list[ir.passes.PassBase] = [QuantizedWeights(prepared.grids)]
+
+    def form(names: Sequence[str]) -> tuple[Kind, int, bool] | None:
+        """What the grids of one product's weights have in common; None where one has none."""
+        grids = [prepared.grids[name] for name in names if name in prepared.grids]
+        forms = {(grid.kind, grid.block, grid.offset is not None) for grid in grids}
+        return forms.pop() if len(grids) == len(names) and len(forms) == 1 else None
+
+    passes: list[ir.passes.PassBase] = [JoinedProducts(form), QuantizedWeights(prepared.grids)]
     if recipe.activations is not None:
         passes.insert(0, RoundedInputs(recipe.activations, prepared.scales))
     return run_passes(graph, [*passes, MergedConstants(), CanonicalForm()])

@@ -1,9 +1,11 @@
-"""Query, key and value projections as one product: three small products cost more than one on every engine.
+"""Products of one input as one product: several small products cost more than one on every engine.
 
-A pass over the whole model, after parameters have been stored as products read them. It edits by dataflow: it knows
-Attention, TensorScatter and what lies before them, no family and no weight's value (`weights.PARTS` says what joins).
+Two passes over the whole model, after parameters have been stored as products read them. They edit by dataflow: they
+know Attention, TensorScatter and what lies before them, no family and no weight's value (`weights.PARTS` says what
+joins).
 """
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ import onnx_ir as ir
 
 from specdec.engines.errors import ExportError
 from specdec.export.canonical import is_parameter
-from specdec.export.edit import constant, insert, nodes_of
+from specdec.export.edit import constant, insert, nodes_of, replace_output
 from specdec.export.weights import ALIASES, PARTS, TRANSPOSED
 
 _SWAP = (0, 2, 1, 3)  # [B, S, H, D] <-> [B, H, S, D]
@@ -40,6 +42,42 @@ class JoinedProjections(ir.passes.InPlacePass):
         """Join the projections of every Attention that allows it."""
         joined = [_join(model.graph, attention) for attention in nodes_of(model, "Attention")]
         return ir.passes.PassResult(model, modified=any(joined))
+
+
+class JoinedProducts(ir.passes.InPlacePass):
+    """Compute products that read the same input, as gate and up, in one MatMul whose result is split.
+
+    Needs weights stored transposed. `key` says of a weight's names what has to be equal to be joined; None joins with
+    nothing. No sum changes its order.
+    """
+
+    def __init__(self, key: Callable[[Sequence[str]], Hashable | None]) -> None:
+        """Join products of equal `key`."""
+        super().__init__()
+        self._key = key
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Join every group of two or more."""
+        groups: dict[tuple[ir.Value, Hashable], list[ir.Node]] = {}
+        for node in nodes_of(model, "MatMul"):
+            hidden, weight = node.inputs
+            if hidden is None or weight is None or not is_parameter(weight) or len(weight.uses()) > 1:
+                continue
+            if TRANSPOSED not in weight.meta or ALIASES in weight.meta:
+                continue
+            key = self._key([name for name, _ in _parts(weight)])
+            if key is not None:
+                groups.setdefault((hidden, key), []).append(node)
+        found = [nodes for nodes in groups.values() if len(nodes) > 1]
+        for nodes in found:
+            weights = [node.inputs[1] for node in nodes if node.inputs[1] is not None]
+            product = insert(nodes[0], "MatMul", [nodes[0].inputs[0], _parameter(model.graph, weights)])
+            sizes = [sum(size for _, size in _parts(weight)) for weight in weights]
+            split = ir.node("Split", [product, constant(nodes[0], sizes)], {"axis": -1}, num_outputs=len(nodes))
+            model.graph.insert_before(nodes[0], split)
+            for node, output in zip(nodes, split.outputs, strict=True):
+                replace_output(node, output)
+        return ir.passes.PassResult(model, modified=bool(found))
 
 
 def _join(graph: ir.Graph, attention: ir.Node) -> bool:
@@ -136,15 +174,22 @@ def _parameter(graph: ir.Graph, sources: list[ir.Value]) -> ir.Value:
         type=sources[0].type,
         shape=ir.Shape([*sizes[0][:-1], sum(size[-1] for size in sizes)]),
     )
-    joined.meta[PARTS] = tuple(
-        (source.meta.get(TRANSPOSED, source.name), size[-1]) for source, size in zip(sources, sizes, strict=True)
-    )
+    joined.meta[PARTS] = tuple(part for source in sources for part in _parts(source))
     if TRANSPOSED in sources[0].meta:
         joined.meta[TRANSPOSED] = joined.name
     for source in sources:
         del graph.initializers[source.name or ""]
     graph.initializers.add(joined)
     return joined
+
+
+def _parts(source: ir.Value) -> tuple[tuple[str, int], ...]:
+    """Names in the state dict and sizes along the last axis as stored of what makes up a parameter."""
+    if source.shape is None:
+        raise ExportError(f"parameter {source.name} has no shape")
+    whole = ((str(source.meta.get(TRANSPOSED, source.name)), int(source.shape.numpy()[-1])),)
+    parts: tuple[tuple[str, int], ...] = source.meta.get(PARTS, whole)
+    return parts
 
 
 def _split(before: ir.Node, value: ir.Value, counts: list[int]) -> tuple[ir.Value, ir.Value]:
