@@ -1,6 +1,6 @@
-"""Weights onto a `Grid`, and one scale for a tensor of activations: by least error, not by largest value.
+"""Weights onto a `Grid` by least error, not by largest value; and one scale for a tensor of activations.
 
-What is minimized is the weighted squared error Σ h (w - ŵ)², where h is the mean square of the input channel that a
+What weights minimize is the weighted squared error Σ h (w - ŵ)², where h is the mean square of the input channel that a
 weight multiplies (importance): the expected error of the output if channels were uncorrelated. A handful of starting
 scales is tried for each block and refitted by least squares. The same input gives the same bytes: plain NumPy, one
 thread. This module knows arrays; it knows no layer, no graph and no file.
