@@ -116,6 +116,28 @@ def test_precisions_of_target_and_draft(tmp_path: Path) -> None:
     assert manifest.target.spec.dtype == "float32"
 
 
+def test_a_quantized_pair_with_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_checkpoint(tmp_path / "tiny", hidden_size=64, intermediate_size=96)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the quick brown fox\n\njumps over the lazy dog")
+    arguments = [str(model), "-o", str(tmp_path / "bundle"), "--precision", "int8", "--draft-precision", "int4"]
+    arguments += ["--drafter", f"model:{model}", "--keep", "lm_head*", "--calibration", str(prompts)]
+    assert main([*arguments, "--report", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [(engine["role"], engine["precision"]) for engine in record["report"]] == [
+        ("target", "int8"),
+        ("draft", "int4"),
+    ]
+    for engine in record["report"]:
+        assert engine["damage"]["tokens"] > 500
+        assert {(cost["batch"], cost["width"]) for cost in engine["pass_costs"]} >= {(1, 1), (1, 16), (4, 8)}
+        assert all(0 < cost["best_ms"] <= cost["median_ms"] for cost in engine["pass_costs"])
+    assert main([*arguments, "--report", "--quiet", "--force"]) == 0
+    text = capsys.readouterr().out
+    assert "target int8: 0 MB; ms a pass by tokens 1: " in text
+    assert "lossless is relative to it" in text
+
+
 def test_gguf_without_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
     manifest = export(tmp_path / "bundle", "--drafter", "none", model=tiny_gguf(tmp_path / "tiny.gguf"))
@@ -145,9 +167,25 @@ def test_long_contexts_are_capped_and_said_so(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--precision", "int8"], "precision int8 is not available in this version: choose from fp32, fp16"),
-        (["--draft-precision", "fp8"], "precision fp8 is not available in this version: choose from fp32, fp16"),
-        (["--backend", "tensorrt"], "backend tensorrt is not available in this version: choose from ort"),
+        (
+            ["--precision", "int3"],
+            "precision int3 is not known: choose from fp32, fp16, bf16, int8, int4, int8-w8a8, fp8",
+        ),
+        (
+            ["--draft-precision", "bf16"],
+            "ort does not take precision bf16: it takes fp32, fp16, int8, int4, int8-w8a8, fp8",
+        ),
+        (
+            ["--backend", "openvino"],
+            "backend openvino is not available in this version: choose from ort, tensorrt, tensorrt-rtx",
+        ),
+        (["--arch", "sm89"], "--arch is of tensorrt and tensorrt-rtx: name one of them with --backend"),
+        (
+            ["--precision", "fp8", "--backend", "tensorrt-rtx", "--arch", "sm86"],
+            "precision fp8 needs compute capability 8.9 or newer, sm86 has 8.6: "
+            "it takes fp32, fp16, bf16, int4, int8-w8a8",
+        ),
+        (["--workspace", "0"], "workspace is 0: it must be at least 1"),
         (
             ["--drafter", "medusa:x"],
             "drafter medusa:x is not available in this version: choose from ngram, model:PATH, none",
