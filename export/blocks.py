@@ -28,8 +28,8 @@ class QuantizedWeights(ir.passes.InPlacePass):
     """Read the weights that have a grid from it.
 
     Needs products as `products` knows them. Ensures that such a product reads DequantizeLinear of levels and scales,
-    plus, for a grid with offsets, the product of its input's block sums; and that an embedding which has a grid without
-    offsets is gathered as levels and scales. Products without a grid stay as they are.
+    plus, for a grid with offsets, the product of its input's block sums; and that an embedding which has a grid is
+    gathered as levels and scales (and offsets). What has no grid stays as it is.
     """
 
     def __init__(self, grids: Mapping[str, Grid]) -> None:
@@ -53,7 +53,7 @@ class QuantizedWeights(ir.passes.InPlacePass):
             if table is None or not is_parameter(table) or table.name is None:
                 continue
             grid = self._grid((table.name,), table)
-            if grid is not None and grid.offset is None:
+            if grid is not None:
                 _dequantize_embedding(model.graph, node, table, grid)
                 read.add(table)
                 changed = True
@@ -150,9 +150,16 @@ def _dequantize_embedding(graph: ir.Graph, node: ir.Node, table: ir.Value, grid:
     ids, real = node.inputs[1], _real(table)
     outputs, inputs = checkpoint_shape(table)
     shape = (outputs, inputs)
-    levels = piece(graph, table, Quantized("levels", shape), shape, LEVEL_TYPES[grid.kind])
+    # Gather takes no 4-bit type; levels of 8 bits that a head reads as well are stored once all the same
+    levels = piece(graph, table, Quantized("levels", shape), shape, ir.DataType.INT8, f"{table.name}.rows")
     scale = piece(graph, table, Quantized("scale", shape), (outputs, grid.scale.shape[1]), real)
     rows = insert(node, "Gather", [levels, ids], axis=0)  # [B, S, H]
     scales = insert(node, "Gather", [scale, ids], axis=0)  # [B, S, H / block]
     dense = insert(node, "DequantizeLinear", [rows, scales], axis=2, block_size=grid.block)
+    if grid.offset is not None:
+        blocks = grid.scale.shape[1]
+        offset = piece(graph, table, Quantized("offset", shape), (outputs, blocks), real)
+        shift = insert(node, "Unsqueeze", [insert(node, "Gather", [offset, ids], axis=0), constant(node, [-1])])
+        split = insert(node, "Reshape", [dense, constant(node, [0, 0, blocks, grid.block])])  # [B, S, J, block]
+        dense = insert(node, "Reshape", [insert(node, "Add", [split, shift]), constant(node, [0, 0, inputs])])
     replace_output(node, dense)

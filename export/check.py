@@ -15,7 +15,7 @@ import torch
 
 from specdec.engines.base import Engine
 from specdec.engines.contract import FloatArray, ModelSpec
-from specdec.engines.errors import GateError
+from specdec.engines.errors import GateError, ResourceError
 from specdec.engines.invariance import PROBE_TOKENS, Opener, probe_text, run_invariance
 from specdec.engines.manifest import Invariance, Parity
 from specdec.engines.scoring import Round, TokenPath, soil
@@ -80,7 +80,10 @@ def reference_logits(
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1, : spec.vocab_size]
         file = folder / f"{index}.npy"
-        np.save(file, logits.float().numpy())
+        try:
+            np.save(file, logits.float().numpy())
+        except OSError as exc:
+            raise ResourceError(f"{folder} cannot hold the reference logits: {exc.strerror or exc}") from exc
         found.append((tokens, np.load(file, mmap_mode="r")))
     return found
 

@@ -121,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     settings = {name: value for name, value in vars(arguments).items() if name not in NOT_OPTIONS}
+    settings["output"] = arguments.output.expanduser()
     settings["drafters"] = tuple(settings.pop("drafter") or DEFAULT_DRAFTERS)
     settings["backends"] = tuple(settings.pop("backend") or DEFAULT_BACKENDS)
     settings["archs"] = tuple(settings.pop("arch") or ())
@@ -218,6 +219,11 @@ def _summary(options: ExportOptions, manifest: "Manifest", seconds: float) -> st
                 f"{role} {variant.precision}: at most {parity.max_abs_error:.1e} off PyTorch (tolerance "
                 f"{parity.tolerance:.1e}, {parity.positions} positions), bit-equal in {bits.scorings} scorings"
             )
+            if (cost := variant.damage) is not None:
+                lines.append(
+                    f"  against fp32, {cost.tokens} tokens: KL {cost.mean_kl:.4f}, top-1 {cost.top1_agreement:.1%}, "
+                    f"perplexity {cost.perplexity:.2f} (fp32 {cost.reference_perplexity:.2f})"
+                )
     return "\n".join(lines)
 
 

@@ -32,11 +32,6 @@ class Grid:
     offset: Array | None = None
 
     @property
-    def lowest(self) -> int:
-        """The lowest level of an integer kind."""
-        return BOUNDS[self.kind][0]
-
-    @property
     def block(self) -> int:
         """Inputs that share a scale."""
         return int(self.levels.shape[1] // self.scale.shape[1])
@@ -77,6 +72,10 @@ def joined(grids: Sequence[Grid]) -> Grid:
 
 
 def pack_nibbles(levels: np.ndarray) -> npt.NDArray[np.uint8]:
-    """Two 4-bit levels to a byte along the last axis, the first in the low half (ONNX INT4/UINT4, MatMulNBits)."""
+    """Two 4-bit levels to a byte in row-major order, the first in the low half (ONNX INT4/UINT4, MatMulNBits).
+
+    An odd number of them is filled up with a zero.
+    """
+    levels = np.append(levels.reshape(-1), np.zeros(levels.size % 2, levels.dtype))
     nibbles: npt.NDArray[np.uint8] = levels.astype(np.uint8) & np.uint8(15)
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << np.uint8(4))

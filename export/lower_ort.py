@@ -107,7 +107,7 @@ class BlockEmbeddings(ir.passes.InPlacePass):
             bits, shape = BITS[levels.dtype], tuple(int(size) for size in levels.shape.numpy())
             sizes = (shape[0], shape[1] * bits // 8)
             stored = Quantized("unsigned", shape)
-            name = f"{levels.name}.unsigned"
+            name = f"{(levels.name or '').removesuffix('.rows')}.table"
             unsigned = piece(model.graph, levels, stored, sizes, ir.DataType.UINT8, name)
             attributes = {
                 "bits": bits,

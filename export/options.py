@@ -49,10 +49,14 @@ class ExportOptions:
             raise RequestError(_not_available("backend", unknown[0], BACKENDS))
         if self.archs and not set(self.backends) & set(TENSORRT):
             raise RequestError(f"--arch is of {' and '.join(TENSORRT)}: name one of them with --backend")
-        for precision in (self.precision, self.draft_precision or self.precision):
-            recipe = find_recipe(precision, self.backends)
+        recipes = [find_recipe(name, self.backends) for name in (self.precision, self.draft_precision) if name]
+        for recipe in recipes:
             for arch in self.archs:
                 check_arch(recipe, arch)
+        if (self.keep or self.calibration) and all(recipe.weights is None for recipe in recipes):
+            raise RequestError(f"--keep and --calibration are of quantized precisions: {self.precision} is none")
+        if self.workspace is not None and not set(self.backends) & set(TENSORRT):
+            raise RequestError(f"--workspace is of {' and '.join(TENSORRT)}: name one of them with --backend")
         check_drafters(self.drafters)
         for name, value in (
             ("max_batch", self.max_batch),

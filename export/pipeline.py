@@ -34,6 +34,7 @@ from specdec.engines.manifest import (
 )
 from specdec.engines.prompts import PROMPTS
 from specdec.engines.registry import EngineConfig, open_engine
+from specdec.engines.trt_library import load_library
 from specdec.export.bundle import Staging, check_disk, check_memory, check_output
 from specdec.export.calibrate import TEXTS, read_prompts
 from specdec.export.check import check_parity, probe_tokens, reference, reference_logits, run_gates
@@ -43,10 +44,10 @@ from specdec.export.grid import Grid
 from specdec.export.lower_ort import lower_for_ort
 from specdec.export.options import ExportOptions, Progress, draft_source
 from specdec.export.pair import check_pair
-from specdec.export.precision import dequantize, prepare, quantize_graph, without_rounding
+from specdec.export.precision import check_keep, dequantize, prepare, quantize_graph, without_rounding
 from specdec.export.recipes import ORT, TENSORRT, Recipe, find_recipe
 from specdec.export.sources import Checkpoint, open_checkpoint
-from specdec.export.tensorrt import build_plans
+from specdec.export.tensorrt import build_plans, known_architectures
 from specdec.export.tokenizer import TokenizerFiles, read_tokenizer
 from specdec.export.trace import TORCH_DTYPES, model_spec, trace
 from specdec.export.weights import graph_bytes, save_graph, write_graph
@@ -80,9 +81,10 @@ class _Job:
         return model_spec(config, known, self.recipe.dtype)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, cut to the model's context."""
-        backend, longest = self.tokenizer.backend(), self.spec.max_length
-        return [backend.encode(text).ids[:longest] for text in texts]
+        """Token ids of each text that the model knows, cut to its context."""
+        backend, spec = self.tokenizer.backend(), self.spec
+        encoded = (backend.encode(text).ids for text in texts)
+        return [[token for token in ids if token < spec.vocab_size][: spec.max_length] for ids in encoded]
 
 
 def export_bundle(options: ExportOptions, progress: Progress | None = None) -> Manifest:
@@ -93,11 +95,16 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> M
     """
     progress = progress or Progress()
     check_output(options.output.expanduser().absolute(), force=options.force)
+    _calibration(options)
+    for backend in TENSORRT:
+        if backend in options.backends:  # what is missing is said before the work
+            known_architectures(load_library(backend), backend, options.archs)
     target, draft, shared = _resolve(options, progress)
     limits = _limits(options, target.spec, progress)
     jobs = [job for job in (target, draft) if job is not None]
     graphs = _trace_all(jobs, progress)
-    check_disk(options.output, sum(map(graph_bytes, graphs)) + SMALL_FILES)
+    check_keep([graph for job, graph in zip(jobs, graphs, strict=True) if job.recipe.weights], options.keep)
+    check_disk(options.output, sum(map(_disk_need, jobs, graphs)) + SMALL_FILES)
     check_memory(
         max(
             memory_need(job.spec, graph_bytes(graph), quantized=job.recipe.weights is not None)
@@ -215,8 +222,10 @@ def _export_model(
         progress.stage(f"{job.role}: reference")
         expected = reference(model.float() if recipe.dtype == "bfloat16" else model, tokens, spec.vocab_size)
         progress.stage(f"{job.role}: write")
-        write_graph(graph, model.state_dict(), path, progress.advance, grids)
-        plans = _compile(job, bundle, name, options, limits, progress)
+        plans: dict[str, Plan] = {}
+        if set(options.backends) & set(TENSORRT):
+            write_graph(graph, model.state_dict(), path, progress.advance, grids)
+            plans = _compile(job, bundle, name, options, limits, progress)
         if ORT[0] in options.backends:
             lower_for_ort(graph, spec)
             write_graph(graph, model.state_dict(), path, progress.advance, grids)
@@ -275,11 +284,22 @@ def _quantize(job: _Job, graph: ir.Model, model: Any, options: ExportOptions) ->
     """Put `model`'s weights on grids and let `graph` read them; `model` has the grids' values from then on."""
     checkpoint, recipe = job.checkpoint, job.recipe
     own = read_grids(checkpoint.path, model.state_dict()) if checkpoint.format == "gguf" and recipe.keeps_own else {}
-    texts = TEXTS if options.calibration is None else read_prompts(options.calibration)
-    prepared = prepare(graph, model, recipe, job.encode(texts), own=own, keep=options.keep)
+    prepared = prepare(graph, model, recipe, job.encode(_calibration(options)), own=own, keep=options.keep)
     dequantize(model, graph, prepared, TORCH_DTYPES[recipe.dtype])
     quantize_graph(graph, recipe, prepared)
     return prepared.grids
+
+
+def _calibration(options: ExportOptions) -> Sequence[str]:
+    return TEXTS if options.calibration is None else read_prompts(options.calibration.expanduser())
+
+
+def _disk_need(job: _Job, graph: ir.Model) -> int:
+    """Bytes that a model takes on disk, files that the export removes again included."""
+    weights = graph_bytes(graph)
+    if job.recipe.weights is not None:
+        return weights + 4 * job.spec.vocab_size * sum(map(len, job.encode([prompt.text for prompt in PROMPTS])))
+    return weights * (3 if job.recipe.dtype == "bfloat16" else 1)
 
 
 def _source(checkpoint: Checkpoint) -> Source:

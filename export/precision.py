@@ -5,7 +5,7 @@ the very weights that the graph stands for, and `without_rounding` makes the twi
 them: what is left is to compare the two. This module knows the order of these steps; the arithmetic is elsewhere.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -28,7 +28,7 @@ from specdec.export.qdq import RoundedInputs, head_product, is_gated
 from specdec.export.quantize import activation_scale, quantize_weight
 from specdec.export.recipes import Kind, Recipe
 from specdec.export.smooth import Group, Size, find_groups, smooth
-from specdec.export.weights import ALIASES
+from specdec.export.weights import ALIASES, PARTS, TRANSPOSED
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +53,9 @@ def prepare(
 
     `prompts`: token ids to calibrate with. `own`: grids that the checkpoint's weights lie on already; those that fit
     the recipe are taken as they are, and nothing is folded into their weights. `keep`: patterns of names of weights
-    that are not quantized. Raises `RequestError` for a pattern that matches nothing, `ExportError` when calibration
-    meets no token or numbers that are not finite.
+    that are not quantized. Raises `ExportError` when calibration meets no token or numbers that are not finite.
     """
     products = find_products(graph)
-    _check_patterns(keep, products)
     chosen = [product for product in products if not _kept(product, keep)]
     head = head_product(graph)
     layers = [product for product in chosen if head is None or product.node is not head.node]
@@ -68,7 +66,8 @@ def prepare(
     if not taken.keys() >= {name for product in layers for name in product.names}:
         statistics = collect(model, prompts)
         if recipe.smoothing is not None:
-            groups = _free(find_groups(graph), layers if recipe.activations is None else rounded, taken)
+            changeable = layers if recipe.activations is None else rounded
+            groups = _free(find_groups(graph), changeable, taken, {name for each in products for name in each.names})
             size: Size = "maximum" if recipe.block is None else "rms"
             model.load_state_dict(smooth(model.state_dict(), groups, statistics, recipe.smoothing, size)[0])
             statistics = collect(model, prompts)
@@ -89,6 +88,16 @@ def prepare(
         for name in sorted(str(table.name) for table in tables if not _matches(_names(table), keep)):
             grids[name] = taken[name] if name in taken else _quantized(name, weights[name].numpy(), recipe, recipe.head)
     return Prepared(weights, grids, scales)
+
+
+def check_keep(graphs: Sequence[ir.Model], patterns: Sequence[str]) -> None:
+    """Raise `RequestError` for a pattern that matches no weight which is quantized in any of `graphs`."""
+    weights = [product.weight for graph in graphs for product in find_products(graph)]
+    names = [_all_names(weight) for weight in [*weights, *(table for graph in graphs for table in _tables(graph))]]
+    for pattern in patterns:
+        if not any(_matches(each, [pattern]) for each in names):
+            known = ", ".join(dict.fromkeys((names[0][0], weights[-1].name or "")))
+            raise RequestError(f"--keep {pattern} matches no weight that is quantized: they are named as {known}")
 
 
 def quantize_graph(graph: ir.Model, recipe: Recipe, prepared: Prepared) -> ir.Model:
@@ -145,6 +154,11 @@ def _names(weight: ir.Value) -> tuple[str, ...]:
     return (str(weight.name), *weight.meta.get(ALIASES, ()))
 
 
+def _all_names(weight: ir.Value) -> tuple[str, ...]:
+    parts = tuple(name for name, _ in weight.meta.get(PARTS, ())) or (str(weight.meta.get(TRANSPOSED, weight.name)),)
+    return (*parts, *weight.meta.get(ALIASES, ()))
+
+
 def _kept(product: Product, patterns: Sequence[str]) -> bool:
     return _matches((*product.names, *product.weight.meta.get(ALIASES, ())), patterns)
 
@@ -153,26 +167,25 @@ def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _check_patterns(patterns: Sequence[str], products: Sequence[Product]) -> None:
-    for pattern in patterns:
-        if not any(_kept(product, [pattern]) for product in products):
-            known = ", ".join(products[0].names[:1] + products[-1].names[:1]) if products else "none"
-            raise RequestError(f"--keep {pattern} matches no quantized weight: they are named as {known}")
-
-
 def _fits(grid: Grid, recipe: Recipe) -> bool:
     """Whether weights on `grid` stay on it. A file mixes types: where int4 is wanted, finer ones stay as they are."""
     return recipe.keeps_own and (grid.kind == recipe.weights or recipe.weights == "int4")
 
 
-def _free(groups: Sequence[Group], layers: Sequence[Product], taken: Mapping[str, Grid]) -> list[Group]:
-    """The groups into which something may be folded: all that read them are quantized, and none has its grid yet."""
+def _free(
+    groups: Sequence[Group], layers: Sequence[Product], taken: Mapping[str, Grid], products: Collection[str]
+) -> list[Group]:
+    """The groups into which something may be folded.
+
+    All weights that they change (not norms) are to be quantized, and have no grid yet; `products`: the weights of all.
+    """
     names = {name for product in layers for name in product.names} - set(taken)
+    fixed = set(products) - names
     return [
         group
         for group in groups
         if names.issuperset(consumer.name for consumer in group.consumers)
-        and taken.keys().isdisjoint(source.name for source in group.sources)
+        and fixed.isdisjoint(source.name for source in group.sources)
     ]
 
 

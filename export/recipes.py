@@ -45,11 +45,6 @@ class Recipe:
     keeps_own: bool = False
     sm: int = 75
 
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether scales depend on a run over prompts."""
-        return self.activations is not None
-
 
 # int8 and int4 blocks of 32 are MatMulNBits' and GGUF's. int8-w8a8 and fp8 run on ONNX Runtime too: as the oracle that
 # a TensorRT engine is compared with, not to be fast.

@@ -40,11 +40,6 @@ def report_text(report: list[EngineReport]) -> str:
         times = {cost.width: cost.best_ms for cost in engine.pass_costs if cost.batch == 1}
         passes = ", ".join(f"{width}: {times[width]:.1f}" for width in SHOWN)
         lines.append(f"{engine.role} {engine.precision}: {engine.megabytes:.0f} MB; ms a pass by tokens {passes}")
-        if (cost := engine.damage) is not None:
-            lines.append(
-                f"  against fp32 over {cost.tokens} tokens: KL {cost.mean_kl:.4f}, top-1 {cost.top1_agreement:.1%}, "
-                f"perplexity {cost.perplexity:.2f} (fp32 {cost.reference_perplexity:.2f})"
-            )
     lines.append("speculation never changes the target's text; the target's precision does: lossless is relative to it")
     return "\n".join(lines)
 

@@ -113,7 +113,7 @@ def known_architectures(library: Library, backend: Backend, wanted: Sequence[str
         return _present_architecture(wanted)
     known = sorted((name.lower() for name in dir(library.ComputeCapability) if name.startswith("SM")), key=_number)
     if not wanted:
-        raise RequestError(f"{backend} needs to know for which GPUs: --arch {','.join(known)}, or some of them")
+        raise RequestError(f"{backend} needs to know for which GPUs: name each with --arch, of {', '.join(known)}")
     for name in wanted:
         if name not in known:
             raise RequestError(

@@ -19,7 +19,7 @@ import onnx_ir as ir
 import torch
 
 from specdec.engines.errors import ExportError, ResourceError
-from specdec.export.grid import Grid, joined, pack_nibbles
+from specdec.export.grid import BOUNDS, Grid, joined, pack_nibbles
 
 TRANSPOSED = "specdec.transposed"
 ALIASES = "specdec.aliases"
@@ -37,9 +37,9 @@ ALIGNMENT = 64  # bytes: a cache line
 class Quantized:
     """`Value.meta[QUANTIZED]`: a piece of the grid of a weight of N outputs and K inputs, J blocks each.
 
-    `piece`: `levels` [N, K], `scale` or `offset` [N, J], `unsigned`: levels counted from the lowest one. With
-    `inputs_first` the axes are swapped. `shape`: of the weight in the checkpoint. The value's own shape may be any that
-    holds as many elements; int4 levels and float scales are stored as its type says.
+    `piece`: `levels` [N, K], `scale` or `offset` [N, J], `unsigned`: levels counted from the lowest that so many bits
+    have. With `inputs_first` the axes are swapped. `shape`: of the weight in the checkpoint. The value's own shape may
+    be any that holds as many elements; its type says how many bits levels are stored in.
     """
 
     piece: Literal["levels", "unsigned", "scale", "offset"]
@@ -210,16 +210,18 @@ def _piece(slot: _Slot, quantized: Quantized, grids: Mapping[str, Grid]) -> np.n
     """A piece of the parameter's grid as it lies in the file, in the value's type."""
     grid = joined([next(grids[name] for name in part.names if name in grids) for part in slot.parts])
     array: np.ndarray | None
+    packed = slot.length < grid.levels.size and quantized.piece in ("levels", "unsigned")
     if quantized.piece == "unsigned":
-        array = (grid.levels.astype(np.int16) - grid.lowest).astype(np.uint8)
+        lowest = BOUNDS["int4" if packed else "int8"][0]
+        array = (grid.levels.astype(np.int16) - lowest).astype(np.uint8)
     else:
         array = {"levels": grid.levels, "scale": grid.scale, "offset": grid.offset}[quantized.piece]
     if array is None:
         raise ExportError(f"{slot.name}: the weight's grid has no {quantized.piece}")
     if quantized.inputs_first:
         array = array.T
-    if quantized.piece in ("levels", "unsigned") and grid.kind == "int4":
-        return pack_nibbles(np.ascontiguousarray(array))
+    if packed:
+        return pack_nibbles(array)
     if quantized.piece in ("scale", "offset"):
         array = array.astype(slot.dtype.numpy())
     return np.ascontiguousarray(array)

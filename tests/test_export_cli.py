@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +21,7 @@ from specdec.export import bundle, pipeline
 from specdec.export.cli import main
 from specdec.export.options import ExportOptions, Progress
 from specdec.export.pipeline import export_bundle, memory_need
+from specdec.export.report import EngineReport, report_text
 from support.bundles import LOGITS_SIZE, MAX_LENGTH, TOKENIZER_SIZE, shared_checkpoint, tiny_checkpoint, tiny_gguf
 
 COMMAND = [sys.executable, "-m", "specdec.export.cli"]
@@ -132,8 +134,7 @@ def test_a_quantized_pair_with_a_report(tmp_path: Path, capsys: pytest.CaptureFi
         assert engine["damage"]["tokens"] > 500
         assert {(cost["batch"], cost["width"]) for cost in engine["pass_costs"]} >= {(1, 1), (1, 16), (4, 8)}
         assert all(0 < cost["best_ms"] <= cost["median_ms"] for cost in engine["pass_costs"])
-    assert main([*arguments, "--report", "--quiet", "--force"]) == 0
-    text = capsys.readouterr().out
+    text = report_text(msgspec.convert(record["report"], list[EngineReport]))
     assert "target int8: 0 MB; ms a pass by tokens 1: " in text
     assert "lossless is relative to it" in text
 
@@ -185,7 +186,9 @@ def test_long_contexts_are_capped_and_said_so(
             "precision fp8 needs compute capability 8.9 or newer, sm86 has 8.6: "
             "it takes fp32, fp16, bf16, int4, int8-w8a8",
         ),
-        (["--workspace", "0"], "workspace is 0: it must be at least 1"),
+        (["--workspace", "5"], "--workspace is of tensorrt and tensorrt-rtx: name one of them with --backend"),
+        (["--workspace", "0", "--backend", "tensorrt-rtx"], "workspace is 0: it must be at least 1"),
+        (["--keep", "*"], "--keep and --calibration are of quantized precisions: fp32 is none"),
         (
             ["--drafter", "medusa:x"],
             "drafter medusa:x is not available in this version: choose from ngram, model:PATH, none",
@@ -248,10 +251,10 @@ def test_a_failed_gate_means_no_bundle(
 ) -> None:
     written = pipeline.write_graph
 
-    def write_other_weights(graph, weights, path, progress):  # type: ignore[no-untyped-def]
+    def write_other_weights(graph, weights, path, progress, grids):  # type: ignore[no-untyped-def]
         changed = {name: tensor.clone() for name, tensor in weights.items()}
         changed["model.layers.1.mlp.down_proj.weight"] *= 1.01
-        written(graph, changed, path, progress)
+        written(graph, changed, path, progress, grids)
 
     monkeypatch.setattr(pipeline, "write_graph", write_other_weights)
     code, line = failure(capsys, str(shared_checkpoint()), "-o", str(tmp_path / "bundle"))

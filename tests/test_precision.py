@@ -1,5 +1,7 @@
 """Quantized bundles, end to end: what is chosen, what is kept, and that speculation changes none of their bits."""
 
+import copy
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -8,16 +10,20 @@ import torch
 
 from specdec.engines.errors import ExportError, RequestError
 from specdec.engines.manifest import read_manifest
-from specdec.export.grid import Grid
+from specdec.engines.registry import open_engine
+from specdec.engines.scoring import score
+from specdec.export.grid import Grid, pack_nibbles
+from specdec.export.lower_ort import lower_for_ort
 from specdec.export.options import ExportOptions
 from specdec.export.pipeline import export_bundle
-from specdec.export.precision import Prepared, dequantize, prepare, quantize_graph, without_rounding
+from specdec.export.precision import Prepared, check_keep, dequantize, prepare, quantize_graph, without_rounding
 from specdec.export.products import find_products
 from specdec.export.recipes import find_recipe
-from specdec.export.trace import trace
+from specdec.export.trace import model_spec, trace
+from specdec.export.weights import write_graph
 from specdec.runtime import LLM, SamplingParams, SpeculativeConfig
 from support import models
-from support.bundles import quantized_bundle, tiny_checkpoint
+from support.bundles import LOGITS_SIZE, quantized_bundle, tiny_checkpoint
 from support.trace import recorded_logits
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -25,9 +31,16 @@ TOKENS = np.random.default_rng(5).integers(0, 101, 64).tolist()
 PROMPTS = [[40, 41, 42, 43, 40, 41, 42, 43, 40, 41], [7, 90, 13], [200, 201, 200, 201, 200, 5]]
 
 
-def tiny(family: str = "llama", **changes: object) -> tuple:
-    config = models.FAMILIES[family](**SIZES, **changes)
+@cache
+def traced() -> tuple:
+    config = models.llama(**SIZES)
     return trace(config), models.random_model(config)
+
+
+def tiny() -> tuple:
+    """Graph and model of a tiny llama, to be changed."""
+    graph, model = traced()
+    return graph.clone(), copy.deepcopy(model)
 
 
 def product_names(graph: object) -> set[str]:
@@ -61,9 +74,51 @@ def test_what_is_kept_stays_as_it_is() -> None:
 
 
 def test_a_pattern_that_keeps_nothing_is_refused() -> None:
-    graph, model = tiny()
+    graph, _ = tiny()
+    check_keep([graph], ["lm_head*", "model.layers.2.*", "model.embed_tokens.weight", "*.up_proj.weight"])
     with pytest.raises(RequestError, match=r"--keep head\* matches no .*: they are named as model.layers.0.*lm_head"):
-        prepare(graph, model, find_recipe("int8", ["ort"]), [TOKENS], keep=["head*"])
+        check_keep([graph], ["head*"])
+    draft = trace(models.gpt2(n_embd=64))
+    check_keep([graph, draft], ["transformer.h.0.*", "model.layers.2.*"])  # of one of the two
+
+
+def test_nothing_is_folded_into_a_weight_that_is_kept() -> None:
+    graph, model = tiny()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "up_proj" in name}
+    prepared = prepare(graph, model, find_recipe("int8", ["ort"]), [TOKENS], keep=["*.up_proj.weight"])
+    assert len(before) == 3
+    for name, tensor in before.items():
+        assert name not in prepared.grids
+        torch.testing.assert_close(prepared.weights[name], tensor, rtol=0, atol=0)
+
+
+def test_an_embedding_on_a_grid_with_offsets_is_read_from_it(tmp_path: Path) -> None:
+    graph, model = tiny()
+    rng = np.random.default_rng(0)
+    levels = rng.integers(-8, 8, (101, 64)).astype(np.int8)
+    scale, offset = rng.uniform(0.05, 0.1, (2, 101, 2)).astype(np.float32)
+    own = {"model.embed_tokens.weight": Grid("int4", levels, scale, offset)}
+    recipe = find_recipe("int4", ["ort"])
+    prepared = prepare(graph, model, recipe, [TOKENS], own=own)
+    dequantize(model, graph, prepared)
+    quantize_graph(graph, recipe, prepared)
+    assert "model.embed_tokens.weight" not in graph.graph.initializers
+    spec = model_spec(model.config, 101, "float32")
+    with torch.inference_mode():
+        expected = model(torch.tensor([TOKENS])).logits[0].numpy()
+    for name in ("portable", "lowered"):
+        if name == "lowered":
+            lower_for_ort(graph, spec)
+        path = tmp_path / f"{name}.onnx"
+        write_graph(without_rounding(graph), model.state_dict(), path, grids=prepared.grids)
+        engine = open_engine(path, spec)
+        logits = score(engine, engine.allocate(1, 128), [TOKENS], (len(TOKENS),))[0]
+        np.testing.assert_allclose(logits, expected, atol=2e-4 * np.abs(expected).max())
+
+
+def test_an_odd_number_of_nibbles_is_filled_up() -> None:
+    packed = pack_nibbles(np.array([[1, -1, 2], [3, 4, -8], [5, 6, 7]], np.int8))
+    assert packed.tolist() == [0xF1, 0x32, 0x84, 0x65, 0x07]
 
 
 def test_a_weight_that_has_a_grid_keeps_it_and_nothing_is_folded_into_it() -> None:
@@ -154,11 +209,16 @@ def test_the_manifest_says_what_was_measured() -> None:
         assert variant.damage.tokens > 500
         assert 0 < variant.damage.mean_kl < 0.2
     assert target.damage.mean_kl < draft.damage.mean_kl
-    assert (
-        manifest.files["target/int8/model.onnx.data"].bytes < 4 * manifest.files["drafter/int4/model.onnx.data"].bytes
-    )
+    hidden, inner, layers = 64, 96, 2
+    products = layers * (hidden * (64 + 32 + 32) + 64 * hidden + 3 * hidden * inner)
+    tables = LOGITS_SIZE * hidden  # the LM head; in int8, and so is the embedding if it is not the same
+    floats = 4 * hidden * (2 * layers + 1) + 64 * 60  # norms, and alignment
+    eight, four = (manifest.files[f"{where}/model.onnx.data"].bytes for where in ("target/int8", "drafter/int4"))
+    assert (products + tables) * 1.125 < eight < (products + 2 * tables) * 1.125 + floats
+    assert abs(eight - four - products * (1.125 - 0.75)) < floats  # 4 bits, scale and offset: 3/4 of a byte
 
 
+@pytest.mark.slow
 def test_two_quantized_exports_are_byte_identical(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "tiny", **SIZES)
     first, second = (

@@ -206,7 +206,7 @@ def test_a_pair_that_the_parser_dropped(made: Callable[[str], Path], plain: tupl
 @pytest.mark.parametrize(
     ("architectures", "message"),
     [
-        ((), r"needs to know for which GPUs: --arch sm75,sm80,sm86,sm89,sm120"),
+        ((), r"needs to know for which GPUs: name each with --arch, of sm75, sm80, sm86, sm89, sm120"),
         (("sm90",), r"does not compile for sm90: choose from sm75, .*; other GPUs need --backend tensorrt"),
         (("sm89", "ada"), "does not compile for ada"),
     ],

@@ -26,7 +26,8 @@ def test_pack_pads_rows_to_the_widest() -> None:
 def test_pack_keeps_the_least_width() -> None:
     chunk = pack([RowInput([7], 1)], np.array([0]), 2, 100)
     assert chunk.input_ids.tolist() == [[7, 0]]
-    assert chunk.logit_indices.tolist() == [[0]]
+    assert chunk.logit_indices.tolist() == [[0, 0]]  # the product of the head has two rows, too
+    assert pack([RowInput([7], 1)], np.array([0]), 1, 100).logit_indices.tolist() == [[0]]
 
 
 def test_logits_are_of_the_last_tokens() -> None:
