@@ -39,7 +39,7 @@ models: $(STAMP)
 
 test: $(STAMP) models
 	$(RUN) pytest -m 'not slow' -n 2 --dist loadfile
-	$(RUN) pytest -m slow -n 2 --dist loadfile
+	$(RUN) pytest -m slow
 
 test-fast: $(STAMP)
 	$(RUN) pytest -m 'not slow' -n 2 --dist loadfile

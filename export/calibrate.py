@@ -31,7 +31,7 @@ class Statistics:
     """Inputs of one product, [T, K] over all prompts: T tokens, K channels.
 
     `maximum` [K]: largest |x| of each channel. `mean_square` [K]. `magnitudes` [J], ascending: |x| rounded to bfloat16
-    (0.4 %), and `counts` [J], how often each occurs. `gram` [K, K]: mean of x xᵀ, where it was asked for.
+    (0.4 %), and `counts` [J], how often each occurs.
     """
 
     tokens: int
@@ -39,7 +39,6 @@ class Statistics:
     mean_square: npt.NDArray[np.float32]
     magnitudes: npt.NDArray[np.float32]
     counts: npt.NDArray[np.int64]
-    gram: npt.NDArray[np.float32] | None = None
 
     def percentile(self, percent: float) -> float:
         """|x| that `percent` of the values do not exceed, to bfloat16; 100 is the exact maximum."""
@@ -69,14 +68,14 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def collect(model: Any, prompts: Iterable[Sequence[int]], *, gram: bool = False) -> dict[str, Statistics]:
+def collect(model: Any, prompts: Iterable[Sequence[int]]) -> dict[str, Statistics]:
     """Run `prompts` (token ids, each a text from its start) through a causal language model of transformers, once.
 
     Returns the statistics of each product (nn.Linear, Conv1D; the LM head too) by the state-dict name of its weight.
-    Products that read the same tensor share theirs. `gram` takes 4 K² bytes for each input. Raises `ExportError` when
+    Products that read the same tensor share theirs. Raises `ExportError` when
     there is no token, or an input is not finite.
     """
-    recorder = _Recorder(gram)
+    recorder = _Recorder()
     with recorder.listening(model), torch.inference_mode():
         for prompt in prompts:
             if len(prompt):
@@ -103,12 +102,11 @@ def _texts(line: str, where: str) -> list[str]:
 class _Sums:
     """Running sums over the inputs of one product, in float64; whole numbers where they count."""
 
-    def __init__(self, channels: int, gram: bool) -> None:
+    def __init__(self, channels: int) -> None:
         self.tokens = 0
         self.maximum = torch.zeros(channels)
         self.squares = torch.zeros(channels, dtype=torch.float64)
         self.counts = torch.zeros(_BITS, dtype=torch.int64)
-        self.gram = torch.zeros(channels, channels) if gram else None
 
     def add(self, x: torch.Tensor) -> None:
         """Take in `x` [..., K]."""
@@ -119,8 +117,6 @@ class _Sums:
         self.squares += rows.double().square().sum(0)
         bits = size.to(torch.bfloat16).view(torch.int16).flatten()
         self.counts += torch.bincount(bits.to(torch.int32), minlength=_BITS)
-        if self.gram is not None:
-            self.gram += rows.T @ rows
 
     def statistics(self) -> Statistics:
         """What the sums say."""
@@ -131,15 +127,13 @@ class _Sums:
             mean_square=(self.squares / self.tokens).float().numpy(),
             magnitudes=found.to(torch.int16).view(torch.bfloat16).float().numpy(),
             counts=self.counts[found].numpy(),
-            gram=None if self.gram is None else (self.gram / self.tokens).numpy(),
         )
 
 
 class _Recorder:
     """Listens to the products of a model; a tensor that several of them read one after another is taken in once."""
 
-    def __init__(self, gram: bool) -> None:
-        self._gram = gram
+    def __init__(self) -> None:
         self._sums: dict[str, _Sums] = {}
         self._last: tuple[torch.Tensor, _Sums] | None = None
 
@@ -177,7 +171,7 @@ class _Recorder:
             if not torch.isfinite(x).all():
                 raise ExportError(f"the inputs of {name} are not finite: calibrate in fp32, or with other prompts")
             if name not in self._sums:
-                self._sums[name] = _Sums(x.shape[-1], self._gram)
+                self._sums[name] = _Sums(x.shape[-1])
             self._sums[name].add(x)
             self._last = x, self._sums[name]
 
