@@ -72,8 +72,8 @@ def collect(model: Any, prompts: Iterable[Sequence[int]]) -> dict[str, Statistic
     """Run `prompts` (token ids, each a text from its start) through a causal language model of transformers, once.
 
     Returns the statistics of each product (nn.Linear, Conv1D; the LM head too) by the state-dict name of its weight.
-    Products that read the same tensor share theirs. Raises `ExportError` when
-    there is no token, or an input is not finite.
+    Products that read the same tensor share theirs. Raises `ExportError` when there is no token, or an input is not
+    finite.
     """
     recorder = _Recorder()
     with recorder.listening(model), torch.inference_mode():

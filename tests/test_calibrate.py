@@ -61,21 +61,19 @@ def test_every_product_is_named_as_its_weight_and_equal_inputs_are_shared() -> N
     assert found[f"{layer}.self_attn.q_proj.weight"] is found[f"{layer}.self_attn.v_proj.weight"]
     assert found[f"{layer}.mlp.gate_proj.weight"] is found[f"{layer}.mlp.up_proj.weight"]
     assert found[f"{layer}.mlp.up_proj.weight"] is not found[f"{layer}.mlp.down_proj.weight"]
-    assert all(statistics.gram is None for statistics in found.values())
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_the_same_run_gives_the_same_bits() -> None:
     def run() -> list[bytes]:
-        found = collect(models.random_model(models.gemma3()), PROMPTS, gram=True).values()
+        found = collect(models.random_model(models.gemma3()), PROMPTS).values()
         return [b"".join(array.tobytes() for array in arrays(statistics)) for statistics in found]
 
     assert run() == run()
 
 
 def arrays(statistics: Statistics) -> list[np.ndarray]:
-    assert statistics.gram is not None
-    return [getattr(statistics, name) for name in ("maximum", "mean_square", "magnitudes", "counts", "gram")]
+    return [getattr(statistics, name) for name in ("maximum", "mean_square", "magnitudes", "counts")]
 
 
 def test_nothing_to_run_and_broken_numbers_are_refused() -> None:
