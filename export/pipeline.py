@@ -2,6 +2,8 @@
 
 `export_bundle` reads as the list of stages; each is a call into the module that knows how. This module knows the order,
 the names inside a bundle, and what memory and disk an export needs; it parses no command line and prints nothing.
+
+Length: the stages are one story, told in one place; what each takes in memory and on disk belongs to it.
 """
 
 import gc
