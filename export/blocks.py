@@ -15,7 +15,7 @@ from specdec.export.canonical import is_parameter
 from specdec.export.edit import constant, insert, nodes_of, replace_output
 from specdec.export.grid import Grid, joined
 from specdec.export.products import Product, find_products
-from specdec.export.weights import ALIASES, PARTS, QUANTIZED, TRANSPOSED, Quantized
+from specdec.export.weights import ALIASES, PARTS, QUANTIZED, Quantized, checkpoint_shape, parts_of
 
 LEVEL_TYPES = {
     "int8": ir.DataType.INT8,
@@ -88,23 +88,6 @@ def piece(
     value.meta[PARTS] = parts_of(weight)
     graph.initializers.add(value)
     return value
-
-
-def parts_of(weight: ir.Value) -> tuple[tuple[str, int], ...]:
-    """Names in the state dict, and sizes along the first axis there, of the parameters that make up `weight`."""
-    if PARTS in weight.meta:
-        parts: tuple[tuple[str, int], ...] = weight.meta[PARTS]
-        return parts
-    shape = checkpoint_shape(weight)
-    return ((str(weight.meta.get(TRANSPOSED) or weight.name), shape[0]),)
-
-
-def checkpoint_shape(weight: ir.Value) -> tuple[int, ...]:
-    """Shape of `weight` as the checkpoint has it."""
-    if weight.shape is None:
-        raise ExportError(f"parameter {weight.name} of the traced graph has no shape")
-    sizes = tuple(int(size) for size in weight.shape.numpy())
-    return sizes[::-1] if TRANSPOSED in weight.meta else sizes
 
 
 def _dequantize_product(

@@ -28,7 +28,7 @@ from specdec.export.qdq import RoundedInputs, head_product, is_gated
 from specdec.export.quantize import activation_scale, quantize_weight
 from specdec.export.recipes import Kind, Recipe
 from specdec.export.smooth import Group, Size, find_groups, smooth
-from specdec.export.weights import ALIASES, PARTS, TRANSPOSED
+from specdec.export.weights import ALIASES, parts_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,8 +155,7 @@ def _names(weight: ir.Value) -> tuple[str, ...]:
 
 
 def _all_names(weight: ir.Value) -> tuple[str, ...]:
-    parts = tuple(name for name, _ in weight.meta.get(PARTS, ())) or (str(weight.meta.get(TRANSPOSED, weight.name)),)
-    return (*parts, *weight.meta.get(ALIASES, ()))
+    return (*(name for name, _ in parts_of(weight)), *weight.meta.get(ALIASES, ()))
 
 
 def _kept(product: Product, patterns: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from specdec.engines.errors import ExportError
 from specdec.export.canonical import is_parameter
 from specdec.export.edit import constant, insert, nodes_of, replace_output
-from specdec.export.weights import ALIASES, PARTS, TRANSPOSED
+from specdec.export.weights import ALIASES, PARTS, TRANSPOSED, parts_of
 
 _SWAP = (0, 2, 1, 3)  # [B, S, H, D] <-> [B, H, S, D]
 
@@ -65,14 +65,14 @@ class JoinedProducts(ir.passes.InPlacePass):
                 continue
             if TRANSPOSED not in weight.meta or ALIASES in weight.meta:
                 continue
-            key = self._key([name for name, _ in _parts(weight)])
+            key = self._key([name for name, _ in parts_of(weight)])
             if key is not None:
                 groups.setdefault((hidden, key), []).append(node)
         found = [nodes for nodes in groups.values() if len(nodes) > 1]
         for nodes in found:
             weights = [node.inputs[1] for node in nodes if node.inputs[1] is not None]
             product = insert(nodes[0], "MatMul", [nodes[0].inputs[0], _parameter(model.graph, weights)])
-            sizes = [sum(size for _, size in _parts(weight)) for weight in weights]
+            sizes = [sum(size for _, size in parts_of(weight)) for weight in weights]
             split = ir.node("Split", [product, constant(nodes[0], sizes)], {"axis": -1}, num_outputs=len(nodes))
             model.graph.insert_before(nodes[0], split)
             for node, output in zip(nodes, split.outputs, strict=True):
@@ -174,22 +174,13 @@ def _parameter(graph: ir.Graph, sources: list[ir.Value]) -> ir.Value:
         type=sources[0].type,
         shape=ir.Shape([*sizes[0][:-1], sum(size[-1] for size in sizes)]),
     )
-    joined.meta[PARTS] = tuple(part for source in sources for part in _parts(source))
+    joined.meta[PARTS] = tuple(part for source in sources for part in parts_of(source))
     if TRANSPOSED in sources[0].meta:
         joined.meta[TRANSPOSED] = joined.name
     for source in sources:
         del graph.initializers[source.name or ""]
     graph.initializers.add(joined)
     return joined
-
-
-def _parts(source: ir.Value) -> tuple[tuple[str, int], ...]:
-    """Names in the state dict and sizes along the last axis as stored of what makes up a parameter."""
-    if source.shape is None:
-        raise ExportError(f"parameter {source.name} has no shape")
-    whole = ((str(source.meta.get(TRANSPOSED, source.name)), int(source.shape.numpy()[-1])),)
-    parts: tuple[tuple[str, int], ...] = source.meta.get(PARTS, whole)
-    return parts
 
 
 def _split(before: ir.Node, value: ir.Value, counts: list[int]) -> tuple[ir.Value, ir.Value]:

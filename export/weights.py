@@ -73,6 +73,23 @@ class _Slot:
     length: int
 
 
+def parts_of(weight: ir.Value) -> tuple[tuple[str, int], ...]:
+    """Names in the state dict, and sizes along the first axis there, of the parameters that make up `weight`."""
+    if PARTS in weight.meta:
+        parts: tuple[tuple[str, int], ...] = weight.meta[PARTS]
+        return parts
+    shape = checkpoint_shape(weight)
+    return ((str(weight.meta.get(TRANSPOSED) or weight.name), shape[0]),)
+
+
+def checkpoint_shape(weight: ir.Value) -> tuple[int, ...]:
+    """Shape of `weight` as the checkpoint has it."""
+    if weight.shape is None:
+        raise ExportError(f"parameter {weight.name} of the traced graph has no shape")
+    sizes = tuple(int(size) for size in weight.shape.numpy())
+    return sizes[::-1] if TRANSPOSED in weight.meta else sizes
+
+
 def graph_bytes(graph: ir.Model) -> int:
     """Bytes of the data file that `write_graph` writes."""
     return _end(_layout(graph))
