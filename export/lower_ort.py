@@ -27,7 +27,7 @@ def lower_for_ort(model: ir.Model, spec: ModelSpec) -> ir.Model:
     """Lower a finished graph, quantized or not, in place."""
     steps: list[ir.passes.PassBase] = [FloatMasks()]
     if spec.dtype == "float32":  # float16 has no kernels of its own on CPUs: nothing here would be faster
-        steps += [ComposedAttention(), BlockProducts(), BlockEmbeddings(), BlockSums()]
+        steps += [BlockProducts(), BlockEmbeddings(), BlockSums()]
     return run_passes(model, [*steps, MergedConstants(), common.RemoveUnusedNodesPass(), CanonicalForm()])
 
 
@@ -47,26 +47,6 @@ class FloatMasks(ir.passes.InPlacePass):
                 made[mask] = insert(node, "Where", [mask, allowed, hidden])
             node.replace_input_with(3, made[mask])
         return ir.passes.PassResult(model, modified=bool(made))
-
-
-class ComposedAttention(ir.passes.InPlacePass):
-    """Attend in products, so that the keys are the left factor of theirs: (K Qᵀ)ᵀ instead of Q Kᵀ.
-
-    Needs masks that are added (`FloatMasks`). A product copies its right factor into another order first, which for a
-    handful of queries costs more than multiplying; Attention does it with all keys of the cache, at every pass.
-    """
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Replace every Attention."""
-        attentions = nodes_of(model, "Attention")
-        for node in attentions:
-            query, keys, values, mask = node.inputs[:4]  # [B, H, S, D], [B, H, C, D] twice, [B, 1, S, C]
-            scale = node.attributes.get_float("scale", 1.0)
-            turned = insert(node, "FusedMatMul", [keys, query], CONTRIB, transB=1, alpha=scale)  # [B, H, C, S]
-            scores = insert(node, "Transpose", [turned], perm=(0, 1, 3, 2))
-            weights = insert(node, "Softmax", [insert(node, "Add", [scores, mask])], axis=-1)
-            replace_output(node, insert(node, "MatMul", [weights, values]))
-        return ir.passes.PassResult(model, modified=bool(attentions))
 
 
 class BlockProducts(ir.passes.InPlacePass):

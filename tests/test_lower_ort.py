@@ -12,16 +12,26 @@ import torch
 from onnx_ir.passes import common
 
 from specdec.engines.contract import FloatArray
-from specdec.engines.invariance import FEW_SCORINGS, PROBE_TOKENS, Base, check_invariance, probe_rows
+from specdec.engines.errors import GateError
+from specdec.engines.invariance import (
+    FEW_SCORINGS,
+    PROBE_TOKENS,
+    Base,
+    check_invariance,
+    probe_rows,
+    run_invariance,
+)
+from specdec.engines.manifest import Invariance
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.engines.scoring import score
 from specdec.export import lower_ort
 from specdec.export.canonical import CanonicalForm
+from specdec.export.edit import insert, nodes_of, replace_output
 from specdec.export.lower_ort import (
+    CONTRIB,
     BlockEmbeddings,
     BlockProducts,
     BlockSums,
-    ComposedAttention,
     FloatMasks,
     lower_for_ort,
 )
@@ -78,10 +88,9 @@ def count(graph: ir.Model) -> Mapping[str, int]:
     return {kind: kinds.count(kind) for kind in kinds}
 
 
-ALL = (FloatMasks, ComposedAttention, BlockProducts, BlockEmbeddings, BlockSums)
+ALL = (FloatMasks, BlockProducts, BlockEmbeddings, BlockSums)
 STEPS: dict[str, tuple[tuple[Any, ...], str]] = {
     "masks": ((FloatMasks,), "fp32"),
-    "attention": ((FloatMasks, ComposedAttention), "fp32"),
     "products": ((BlockProducts,), "int8"),
     "embeddings": ((BlockEmbeddings,), "int8"),
     "sums": ((BlockSums,), "int4"),
@@ -112,7 +121,7 @@ def test_lowering_leaves_the_operators_that_were_measured(precision: str) -> Non
     before, after = count(made.graph), count(lower_for_ort(made.graph.clone(), made.spec))
     layers, products = made.spec.num_layers, 4 * made.spec.num_layers + 1  # q/k/v, o, gate/up, down; the head
     assert after["Where"] == before.get("Where", 0) + 1
-    assert (after["FusedMatMul"], after["Softmax"], after.get("Attention", 0)) == (layers, layers, 0)
+    assert after["Attention"] == layers
     if precision == "fp32":
         assert "MatMulNBits" not in after
         return
@@ -158,3 +167,35 @@ def test_float16_graphs_are_left_to_the_engine() -> None:
     config = models.llama(**SIZES)
     graph = lower_for_ort(trace(config, "float16"), model_spec(config, config.vocab_size, "float16"))
     assert {node.domain for node in graph.graph} == {""}
+
+
+class SharedSums(ir.passes.InPlacePass):
+    """Attention as a product of weights and values: ONNX Runtime shares its columns among threads, and with them K."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        attentions = nodes_of(model, "Attention")
+        for node in attentions:
+            query, keys, values, mask = node.inputs[:4]
+            scaled = node.attributes.get_float("scale", 1.0)
+            scores = insert(node, "FusedMatMul", [query, keys], CONTRIB, transB=1, alpha=scaled)
+            weights = insert(node, "Softmax", [insert(node, "Add", [scores, mask])], axis=-1)
+            replace_output(node, insert(node, "MatMul", [weights, values]))
+        return ir.passes.PassResult(model, modified=bool(attentions))
+
+
+def test_the_gate_sees_sums_that_depend_on_the_number_of_threads(tmp_path: Path) -> None:
+    config = models.FAMILIES["llama"](**SIZES, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
+    model, spec = models.random_model(config), model_spec(config, config.vocab_size, "float32")
+    paths = []
+    for steps in ((FloatMasks(),), (FloatMasks(), SharedSums())):
+        paths.append(tmp_path / str(len(steps)) / "model.onnx")
+        paths[-1].parent.mkdir()
+        write_graph(lowered(trace(config), *steps), model.state_dict(), paths[-1])
+
+    def gate(path: Path) -> Invariance:
+        opener = lambda threads: open_engine(path, spec, EngineConfig(threads=threads))  # noqa: E731
+        return run_invariance(opener, TOKENS, lambda engine: None)[1]
+
+    assert gate(paths[0]).exact
+    with pytest.raises(GateError, match=r"bits differ.* in 4 thread.*behind 300 tokens"):
+        gate(paths[1])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.bundles import shared_bundle, shared_checkpoint
+from support.bundles import blocks_checkpoint, shared_bundle
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -19,7 +19,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "my-model").symlink_to(shared_checkpoint())
+    (tmp_path / "my-model").symlink_to(blocks_checkpoint())
     return tmp_path
 
 

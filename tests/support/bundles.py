@@ -202,13 +202,18 @@ def _far_bundle() -> Path:
 
 
 @functools.cache
+def blocks_checkpoint(seed: int = 0) -> Path:
+    """A tiny llama that all tests of a run share, of whole blocks of 32: every precision takes it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    return tiny_checkpoint(_session_folder() / f"blocks-{seed}", seed=seed, **sizes)
+
+
+@functools.cache
 def _quantized_bundle(precision: str) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32
-    target, draft = (tiny_checkpoint(_session_folder() / f"blocks-{seed}", seed=seed, **sizes) for seed in (0, 9))
     options = ExportOptions(
-        model=str(target),
+        model=str(blocks_checkpoint()),
         output=_session_folder() / f"bundle-{precision}",
-        drafters=("ngram", f"model:{draft}"),
+        drafters=("ngram", f"model:{blocks_checkpoint(9)}"),
         precision=precision,
         draft_precision="int4",
     )
