@@ -39,7 +39,8 @@ models: $(STAMP)
 
 test: $(STAMP) models
 	$(RUN) pytest -m 'not slow' -n 2 --dist loadfile
-	$(RUN) pytest -m slow
+	$(RUN) pytest -m 'slow and not real' -n 2 --dist loadfile
+	$(RUN) pytest -m real
 
 test-fast: $(STAMP)
 	$(RUN) pytest -m 'not slow' -n 2 --dist loadfile

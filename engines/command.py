@@ -45,6 +45,13 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
+def positive(text: str) -> int:
+    """Type of an option that counts: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def run_command(prog: str, work: Callable[[], int], *, debug: bool) -> int:
     """Run `work` and return its exit code, or that of the error or signal it ends with, told in one line."""
     try:

@@ -201,6 +201,7 @@ def test_a_damaged_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.real
 def test_every_matrix_of_a_real_file() -> None:
     path = model_path("smollm2")
     weights = open_checkpoint(str(path)).load(torch.float32).state_dict()

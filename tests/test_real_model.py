@@ -18,7 +18,7 @@ from specdec.tools.models import model_path
 from specdec.tools.questions import read_questions, select
 from support.trace import recorded_arrays, recorded_logits
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(1200)]
 
 NEW_TOKENS = int(os.environ.get("SPECDEC_NEW_TOKENS", "48"))
 

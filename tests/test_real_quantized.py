@@ -14,7 +14,7 @@ from specdec.tools import verify
 from specdec.tools.models import model_path
 from support.trace import recorded_logits
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(1200)]
 
 GREEDY = SamplingParams(max_new_tokens=32)
 

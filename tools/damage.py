@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from specdec.engines.base import Engine
-from specdec.engines.command import CommandParser, run_command
+from specdec.engines.command import CommandParser, positive, run_command
 from specdec.engines.contract import ModelSpec
 from specdec.engines.costs import PassCost, pass_costs
 from specdec.engines.damage import WIDTH, Damage, Tally, compare_engines, teacher_forced
@@ -234,12 +234,6 @@ def _texts(path: Path | None) -> list[str]:
     return texts
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def _parser() -> CommandParser:
     parser = CommandParser(PROG, "Measure what quantization costs: quality, size, speed, and acceptance.", EXAMPLES)
     add = parser.add_argument
@@ -247,15 +241,15 @@ def _parser() -> CommandParser:
     add("--reference", metavar="BUNDLE", type=Path, required=True, help="the same model in fp32")
     add("--prompts", metavar="FILE", type=Path, help="JSONL with question_id, category and turns: the first turns are "
         "the texts that logits are compared on (default: own ones)")  # fmt: skip
-    add("--limit", metavar="N", type=_positive, help="only the first N texts, and prompts of pairs")
-    add("--max-tokens", metavar="N", type=_positive, default=256, help="of each text (default %(default)s)")
+    add("--limit", metavar="N", type=positive, help="only the first N texts, and prompts of pairs")
+    add("--max-tokens", metavar="N", type=positive, default=256, help="of each text (default %(default)s)")
     add("--pass-costs", action=argparse.BooleanOptionalAction, default=True, help="time single passes")
     add("--pairs", action=argparse.BooleanOptionalAction, default=True, help="every draft for every target, on own "
         "prompts")  # fmt: skip
-    add("--max-new-tokens", metavar="N", type=_positive, default=64, help="of each answer (default %(default)s)")
-    add("--num-speculative-tokens", metavar="K", type=_positive, help="most draft tokens a round")
+    add("--max-new-tokens", metavar="N", type=positive, default=64, help="of each answer (default %(default)s)")
+    add("--num-speculative-tokens", metavar="K", type=positive, help="most draft tokens a round")
     add("--seed", metavar="N", type=int, default=0, help="of sampled answers (default %(default)s)")
-    add("--threads", metavar="N", type=_positive, help="of every engine (default: one per core)")
+    add("--threads", metavar="N", type=positive, help="of every engine (default: one per core)")
     add_peer_options(parser)
     add("--json", action="store_true", help="print one JSON object")
     return parser

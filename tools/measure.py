@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from specdec.engines.command import CommandParser, run_command
+from specdec.engines.command import CommandParser, positive, run_command
 from specdec.engines.costs import PASSES, PassCost, pass_costs
 from specdec.engines.manifest import read_manifest
 from specdec.engines.registry import EngineConfig, open_engine
@@ -149,12 +149,6 @@ def _list(text: str) -> list[str]:
     return names
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def _parser() -> CommandParser:
     description = "Measure decoding speed of a bundle's methods on Spec-Bench prompts, one at a time."
     parser = CommandParser(PROG, description, EXAMPLES)
@@ -162,17 +156,17 @@ def _parser() -> CommandParser:
     add("bundle", metavar="BUNDLE", type=Path, help="folder made by specdec-export")
     add("--prompts", metavar="FILE", type=Path, help="JSONL with question_id, category and turns (the first is asked)")
     add("--categories", metavar="A,B", type=_list, default=[], help="only these (default: all)")
-    add("--per-category", metavar="N", type=_positive, help="only the first N prompts of each")
-    add("--limit", metavar="N", type=_positive, help="only the first N prompts in all")
+    add("--per-category", metavar="N", type=positive, help="only the first N prompts of each")
+    add("--limit", metavar="N", type=positive, help="only the first N prompts in all")
     add("--methods", metavar="A,B", type=_list, help=f"{FAST} (one-token passes), {PLAIN} (exact), drafters of the "
         "bundle (default: all), DRAFTER@RULE for a rule of acceptance")  # fmt: skip
     add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default)")
     add("--seed", metavar="N", type=int, default=0, help="of sampling (default %(default)s)")
-    add("--num-speculative-tokens", metavar="K", type=_positive, help="most draft tokens a round")
-    add("--max-new-tokens", metavar="N", type=_positive, default=128, help="of each answer (default %(default)s)")
+    add("--num-speculative-tokens", metavar="K", type=positive, help="most draft tokens a round")
+    add("--max-new-tokens", metavar="N", type=positive, default=128, help="of each answer (default %(default)s)")
     add("--warmup", metavar="N", type=int, default=1, help="unmeasured runs of the first prompt (default %(default)s)")
-    add("--repeat", metavar="N", type=_positive, default=1, help="measured runs; the fastest counts (default 1)")
-    add("--threads", metavar="N", type=_positive, default=os.cpu_count() or 1, help="of every engine (default: one per "
+    add("--repeat", metavar="N", type=positive, default=1, help="measured runs; the fastest counts (default 1)")
+    add("--threads", metavar="N", type=positive, default=os.cpu_count() or 1, help="of every engine (default: one per "
         "core)")  # fmt: skip
     add("--pass-costs", action="store_true", help="time single passes of the target by width and batch")
     add_peer_options(parser)
