@@ -1,4 +1,4 @@
-"""`make engines` on the real model: it compiles for a GPU that is not here, and its row counts what the engine holds."""
+"""`make engines`: SmolLM2 compiles for a GPU that is not here, and its row counts what the engine holds."""
 
 from pathlib import Path
 
