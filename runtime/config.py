@@ -15,6 +15,8 @@ class SpeculativeConfig:
     `method`: a drafter of the bundle, `auto` (its first one), or None for plain decoding. `num_speculative_tokens`:
     most draft tokens (nodes of a tree) a round; None: the method's default. `prompt_lookup_min` and
     `prompt_lookup_max`: tokens that an n-gram match has at least, and at most before it is extended.
+    `confidence_threshold`: least chance, 0 to 1, that an n-gram draft's second and later tokens have of being kept with
+    all before them; lower drafts wider. None: by what a position costs at the target's precision on a CPU.
 
     `tree`: `chain`, `dynamic` (grown where the draft is confident), or paths of child ranks as Medusa's
     `medusa_choices`: [[0], [0, 0], [1]]. Trees that branch are lossless in law, not in bits: they run in mode `fast`.
@@ -26,6 +28,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int = 1
     prompt_lookup_max: int = 4
+    confidence_threshold: float | None = None
     tree: Literal["chain", "dynamic"] | Sequence[Sequence[int]] = "chain"
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
 
@@ -55,6 +58,10 @@ class SpeculativeConfig:
                 f"not {self.prompt_lookup_min} and {self.prompt_lookup_max}"
             )
 
+        threshold = self.confidence_threshold
+        if threshold is not None and not (_number(threshold) and 0 <= threshold <= 1):
+            raise RequestError(f"confidence_threshold must be a number from 0 to 1, not {threshold!r}")
+
     @property
     def branches(self) -> bool:
         """Whether proposals may be other than chains."""
@@ -70,6 +77,10 @@ class SpeculativeConfig:
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_paths(tree: object) -> bool:

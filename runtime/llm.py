@@ -100,7 +100,7 @@ class LLM:
         if isinstance(record, ModelDrafter):
             self._draft = partial(self._draft_model, record, *self._open(record.model.spec, _pick(record.model)))
         elif record is not None:
-            self._draft = self._ngram
+            self._draft = partial(self._ngram, target.precision)
 
     @property
     def spec(self) -> ModelSpec:
@@ -198,13 +198,16 @@ class LLM:
         greedy = self.speculative.draft_sample_method == "greedy"
         return DraftModel(model, shape, self.spec.vocab_size, record.shared_vocab, deterministic=greedy)
 
-    def _ngram(self, rows: int) -> Drafter:
-        config = self.speculative
+    def _ngram(self, precision: str, rows: int) -> Drafter:
+        config, threshold = self.speculative, self.speculative.confidence_threshold
+        if threshold is None:
+            threshold = drafters.NGRAM_THRESHOLDS.get(precision, drafters.NGRAM_THRESHOLD)
         count = config.num_speculative_tokens or self._at_most(drafters.NGRAM_TOKENS)
         return NgramDrafter(
             count,
             config.prompt_lookup_min,
             config.prompt_lookup_max,
+            threshold=threshold,
             always=self._width > 1,
             branching=config.branches,
         )

@@ -289,8 +289,8 @@ GENERATIONS: dict[str, Callable[[], Drafter | None]] = {
     "dynamic tree": lambda: small_model(DynamicShape(3)),
     "ranked tree": lambda: small_model(StaticShape([[0], [1], [0, 0], [1, 0]]), deterministic=True),
     "tree of a narrow draft": lambda: small_model(StaticShape([[0], [1], [0, 0]]), vocab=2),
-    "prompt lookup": lambda: NgramDrafter(3, 1, 3, always=True),
-    "branching prompt lookup": lambda: NgramDrafter(4, 1, 3, always=True, branching=True),
+    "prompt lookup": lambda: NgramDrafter(3, 1, 3, threshold=0.15, always=True),
+    "branching prompt lookup": lambda: NgramDrafter(4, 1, 3, threshold=0.15, always=True, branching=True),
 }
 
 

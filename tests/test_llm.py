@@ -12,8 +12,10 @@ import pytest
 import specdec.runtime as api
 from specdec.engines.errors import BundleError, RequestError
 from specdec.runtime import LLM, EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutputsParams, kv
+from specdec.runtime.drafters.ngram import NgramDrafter
 from specdec.runtime.llm import Mode
-from support.bundles import LOGITS_SIZE, MAX_LENGTH, TOKENIZER_SIZE, shared_bundle
+from specdec.runtime.tree import TokenTree
+from support.bundles import LOGITS_SIZE, MAX_LENGTH, TOKENIZER_SIZE, quantized_bundle, shared_bundle
 from support.trace import recorded_arrays, recorded_logits
 
 PROMPTS = [
@@ -91,6 +93,30 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
     llm = LLM(shared_bundle(), speculative=SpeculativeConfig(method="model", num_speculative_tokens=4))
     stats = llm.generate(PROMPTS[0], params(max_new_tokens=25))[0].stats
     assert (stats.rounds, stats.draft_tokens_proposed, stats.draft_tokens_accepted) == (5, 20, 20)
+
+
+@pytest.mark.parametrize(
+    ("precision", "threshold", "width"),
+    [("fp32", None, 6), ("int8", None, 2), ("int4", None, 2), ("fp32", 0.0, 7), ("int8", 0, 7), ("fp32", 1.0, 1)],
+)
+def test_n_grams_draft_as_wide_as_the_precision_or_the_request_says(
+    precision: str, threshold: float | None, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a match of three tokens: passes over more positions are dearer where weights are quantized."""
+    widths: list[int] = []
+    propose = NgramDrafter.propose
+
+    def recording(self: NgramDrafter, *args: object) -> list[TokenTree]:
+        trees = propose(self, *args)
+        widths.append(len(trees[0]))
+        return trees
+
+    monkeypatch.setattr(NgramDrafter, "propose", recording)
+    bundle = shared_bundle() if precision == "fp32" else quantized_bundle(precision)
+    config = SpeculativeConfig(method="ngram", confidence_threshold=threshold)
+    with LLM(bundle, speculative=config) as llm:
+        llm.generate([1, 2, 3, *range(10, 20), 1, 2, 3], params(max_new_tokens=9))
+    assert widths[0] == width
 
 
 def test_a_target_that_drafts_for_itself_is_loaded_once() -> None:
@@ -286,6 +312,10 @@ def test_options_that_the_bundle_lacks_are_named(options: dict, message: str) ->
         ({"draft_sample_method": "beam"}, "draft_sample_method must be probabilistic or greedy, not 'beam'"),
         ({"prompt_lookup_min": 0}, "must be at least 1 and in order, not 0 and 4"),
         ({"prompt_lookup_min": 5}, "in order, not 5 and 4"),
+        ({"confidence_threshold": 1.5}, "confidence_threshold must be a number from 0 to 1, not 1.5"),
+        ({"confidence_threshold": float("nan")}, "a number from 0 to 1, not nan"),
+        ({"confidence_threshold": True}, "a number from 0 to 1, not True"),
+        ({"confidence_threshold": "low"}, "a number from 0 to 1, not 'low'"),
     ],
 )
 def test_invalid_speculation_is_refused(options: dict, message: str) -> None:

@@ -31,7 +31,7 @@ def drafter_of(
     if name == "plain":
         return None
     if name == "ngram":
-        return NgramDrafter(num_tokens, 1, 4, always=True, branching=form == "tree")
+        return NgramDrafter(num_tokens, 1, 4, threshold=0.15, always=True, branching=form == "tree")
     spec, options = {
         "self": (fake_spec(vocab), {"order": 2}),
         "other": (fake_spec(vocab), {"seed": 7, "order": 1}),
