@@ -229,6 +229,15 @@ MUTANTS = (
     Mutant("prompt lookup starts one token early", "the draft repeats instead of going on", "drafters/ngram.py",
            "for position in range(source, source + width)", "for position in range(source - 1, source + width - 1)",
            (NGRAM + "test_the_draft_is_what_followed_the_match",)),
+    Mutant("the rarer continuation", "what followed most often is drafted", "drafters/ngram.py",
+           "[(*gram, token)] >= self._counts", "[(*gram, token)] <= self._counts",
+           (NGRAM + "test_what_followed_more_often_wins_over_what_followed_last",)),
+    Mutant("the first of equal continuations", "the last one is drafted", "drafters/ngram.py",
+           "[(*gram, token)] >= self._counts", "[(*gram, token)] > self._counts",
+           (NGRAM + "test_the_latest_of_equally_frequent_ones_wins",)),
+    Mutant("chances do not multiply", "how wide a draft is", "drafters/ngram.py",
+           "chance := chance * _acceptance", "chance := _acceptance",
+           (NGRAM + "test_the_dearer_a_position_the_narrower_the_draft",)),
 )  # fmt: skip
 
 
