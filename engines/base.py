@@ -66,6 +66,14 @@ class KVBuffers(Protocol):
         """Copy slots `sources` (ascending, none below its place) of `row` to `start`, `start + 1`, ..."""
         ...
 
+    def first_layers(self, layers: int) -> "KVBuffers":
+        """The same memory for an engine that has only the first `layers` layers of this one's; it follows `grow`.
+
+        Nothing is allocated, and what either engine writes the other one reads. Raises `EngineError` when there are
+        fewer layers, or the engine cannot share its cache.
+        """
+        ...
+
     def read(self, row: int, used: int) -> np.ndarray:
         """Copy of row `row`'s slots below `used`: [2 * layers, H_kv, used, D]; for checks, not for the hot path."""
         ...
@@ -91,6 +99,7 @@ class Engine(Protocol):
     def step(self, chunk: Chunk, kv: KVBuffers, first_row: int = 0) -> FloatArray:
         """Run `chunk` on rows `first_row ..` of `kv`: write its keys and values at `past_lens`, return its logits.
 
+        `kv`: buffers of this engine, or those of an engine with more layers by `first_layers`.
         Returns logits [B, N, V], valid until the next call with the same buffers. The slots from `past_lens[b]` to
         `past_lens[b] + S` are overwritten; no other memory of `kv` changes. Raises `ContractError` for a chunk that
         does not fit, `EngineError` when the engine fails.

@@ -110,6 +110,16 @@ class ModelDrafter(_Record, frozen=True, tag="model", tag_field="method"):
     shared_vocab: _Count
 
 
+class LayerSkipDrafter(_Record, frozen=True, tag="layerskip", tag_field="method"):
+    """The target's first layers (`model.spec.num_layers` of them), its final norm and its head.
+
+    A variant is cut out of the target's variant of the same name: its graph reads that one's data file, and the
+    target's cache.
+    """
+
+    model: Model
+
+
 class Tokenizer(_Record, frozen=True):
     """What the runtime needs beside `tokenizer.json` and `chat_template.jinja`.
 
@@ -145,7 +155,7 @@ class Manifest(_Record, frozen=True):
     source: Source
     tokenizer: Tokenizer
     target: Model
-    drafters: dict[str, NgramDrafter | ModelDrafter]
+    drafters: dict[str, NgramDrafter | ModelDrafter | LayerSkipDrafter]
     limits: Limits
     tools: dict[str, str]
     files: dict[str, FileRecord]
@@ -187,6 +197,9 @@ def read_manifest(bundle: Path) -> Manifest:
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts:
             raise BundleError(f"{path} lists {name!r}, which lies outside the bundle; do not use this bundle")
+    for method, drafter in manifest.drafters.items():
+        if isinstance(drafter, LayerSkipDrafter) and list(drafter.model.variants) != list(manifest.target.variants):
+            raise BundleError(f"{path}: drafter {method} has other variants than the target; export the bundle again")
     for name in _needed(manifest):
         if name not in manifest.files:
             raise BundleError(f"{path} needs {name} and does not list it; export the bundle again")
@@ -222,6 +235,9 @@ def _needed(manifest: Manifest) -> Iterator[str]:
             yield variant.graph
             yield f"{variant.graph}.data"
             yield from (plan.file for plan in variant.plans.values())
+    for drafter in manifest.drafters.values():
+        if isinstance(drafter, LayerSkipDrafter):  # its data file is the target's
+            yield from (variant.graph for variant in drafter.model.variants.values())
 
 
 def _check_versions(path: Path, raw: bytes) -> None:

@@ -12,6 +12,7 @@ of what the tokens mean.
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnxruntime as ort  # noqa: TID253 - this module is the ONNX Runtime boundary, imported only by the registry
 
@@ -42,74 +43,110 @@ _ORT_TYPES: dict[Dtype, str] = {
 }
 
 
-class OrtKV:
-    """Cache buffers [rows, H_kv, capacity, D], two per layer, as OrtValues on the engine's device."""
+class OrtMemory:
+    """Cache buffers [rows, H_kv, capacity, D], two per layer, as OrtValues on the engine's device.
 
-    def __init__(self, spec: ModelSpec, device: str, rows: int, capacity: int) -> None:
-        self._spec = spec
-        self._device = device
-        shape = (rows, spec.num_kv_heads, capacity, spec.head_dim)
-        self._dtype = np.dtype(spec.dtype)
-        self._count = 2 * spec.num_layers
+    `host`: on the CPU, the arrays that own the memory. `bindings`: of sessions to these buffers.
+    """
+
+    def __init__(self, device: str, arrays: list[np.ndarray]) -> None:
+        self.device = device
+        self.install(arrays)
+
+    def install(self, arrays: list[np.ndarray]) -> None:
+        """Make `arrays` the buffers; when the device does not take them, nothing has changed."""
+        self.values = [ort.OrtValue.ortvalue_from_numpy(array, self.device, 0) for array in arrays]
+        self.shape, self.dtype = arrays[0].shape, arrays[0].dtype
+        self.host = arrays if self.device == "cpu" else []
+        self.bindings: dict[tuple[int, int, int], ort.IOBinding] = {}
+
+    def read(self, index: int) -> np.ndarray:
+        """Buffer `index` as an array: itself on the CPU, else a copy."""
+        return self.host[index] if self.host else np.array(self.values[index].numpy())
+
+    def write(self, index: int, array: np.ndarray) -> None:
+        """Give buffer `index` what `read` gave and the caller changed."""
+        if not self.host:
+            self.values[index].update_inplace(array)
+
+
+class OrtKV:
+    """The cache of a model of `spec` in `memory`, which may hold more layers behind its own (`first_layers`)."""
+
+    def __init__(self, spec: ModelSpec, memory: OrtMemory) -> None:
+        self.layers = spec.num_layers
+        self._spec, self._memory = spec, memory
         self._scratch = np.empty(0, spec.logits_dtype)
-        self._shape: tuple[int, ...] = ()
-        self._host: list[np.ndarray] = []  # CPU only: the arrays that own the memory
-        self._values: list[ort.OrtValue] = []
-        self._install([np.zeros(shape, self._dtype) for _ in range(self._count)])
+
+    @classmethod
+    def allocate(cls, spec: ModelSpec, device: str, rows: int, capacity: int) -> "OrtKV":
+        """New buffers, all zero."""
+        shape = (rows, spec.num_kv_heads, capacity, spec.head_dim)
+        return cls(spec, OrtMemory(device, [np.zeros(shape, spec.dtype) for _ in range(2 * spec.num_layers)]))
 
     @property
     def rows(self) -> int:
         """Number of rows."""
-        return self._shape[0]
+        return int(self._memory.shape[0])
 
     @property
     def capacity(self) -> int:
         """Slots per row."""
-        return self._shape[2]
+        return int(self._memory.shape[2])
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes held, those of its own layers alone."""
         return self._spec.kv_bytes(self.rows, self.capacity)
+
+    @property
+    def bindings(self) -> dict[tuple[int, int, int], ort.IOBinding]:
+        """Bindings to these buffers by session, first row and number of rows; those of buffers outgrown are gone."""
+        return self._memory.bindings
+
+    def first_layers(self, layers: int) -> "OrtKV":
+        """See `KVBuffers.first_layers`."""
+        if layers > self.layers:
+            raise EngineError(f"a cache of {self.layers} layers has no first {layers}")
+        return OrtKV(msgspec.structs.replace(self._spec, num_layers=layers), self._memory)
 
     def grow(self, rows: int, capacity: int, used: int) -> None:
         """See `KVBuffers.grow`."""
         if rows < self.rows or capacity < self.capacity:
             raise EngineError(f"a cache of {self.rows} x {self.capacity} cannot shrink to {rows} x {capacity}")
-        shape = (rows, self._shape[1], capacity, self._shape[3])
+        memory = self._memory
+        shape = (rows, memory.shape[1], capacity, memory.shape[3])
         try:
-            grown = [np.zeros(shape, self._dtype) for _ in range(self._count)]
+            grown = [np.zeros(shape, memory.dtype) for _ in memory.values]
             for index, new in enumerate(grown):
-                new[: self.rows, :, :used] = self._read(index)[:, :, :used]
-            self._install(grown)
+                new[: self.rows, :, :used] = memory.read(index)[:, :, :used]
+            memory.install(grown)
         except (MemoryError, RuntimeError) as exc:
             need = self._spec.kv_bytes(rows, capacity) / 2**20
             raise EngineError(f"growing the cache to {rows} rows x {capacity} slots needs {need:.0f} MiB more") from exc
 
     def move_row(self, source: int, target: int, used: int) -> None:
         """See `KVBuffers.move_row`."""
-        for index in range(self._count):
-            array = self._read(index)
+        for index in range(len(self._memory.values)):
+            array = self._memory.read(index)
             array[target, :, :used] = array[source, :, :used]
-            if self._device != "cpu":
-                self._values[index].update_inplace(array)
+            self._memory.write(index, array)
 
     def move_slots(self, row: int, sources: IntArray, start: int) -> None:
         """See `KVBuffers.move_slots`."""
-        for index in range(self._count):
-            array = self._read(index)
+        for index in range(len(self._memory.values)):
+            array = self._memory.read(index)
             array[row, :, start : start + len(sources)] = array[row][:, sources]  # indexing copies: no overlap
-            if self._device != "cpu":
-                self._values[index].update_inplace(array)
+            self._memory.write(index, array)
 
     def read(self, row: int, used: int) -> np.ndarray:
         """See `KVBuffers.read`."""
-        return np.stack([self._read(index)[row, :, :used] for index in range(self._count)])
+        return np.stack([self._memory.read(index)[row, :, :used] for index in range(2 * self.layers)])
 
     def view(self, index: int, first_row: int) -> int:
         """Address of row `first_row` of buffer `index`."""
-        row_bytes = int(np.prod(self._shape[1:])) * self._dtype.itemsize
-        return int(self._values[index].data_ptr()) + first_row * row_bytes
+        row_bytes = int(np.prod(self._memory.shape[1:])) * self._memory.dtype.itemsize
+        return int(self._memory.values[index].data_ptr()) + first_row * row_bytes
 
     def logits_memory(self, shape: tuple[int, ...]) -> FloatArray:
         """Host memory for the logits of one pass, reused by the next (fresh pages would cost more than the copy)."""
@@ -117,19 +154,6 @@ class OrtKV:
         if self._scratch.size < size:
             self._scratch = np.empty(size, self._scratch.dtype)
         return self._scratch[:size].reshape(shape)
-
-    def _read(self, index: int) -> np.ndarray:
-        if self._device == "cpu":
-            return self._host[index]
-        return np.array(self._values[index].numpy())
-
-    def _install(self, arrays: list[np.ndarray]) -> None:
-        """Make `arrays` the buffers; when the device does not take them, nothing has changed."""
-        values = [ort.OrtValue.ortvalue_from_numpy(array, self._device, 0) for array in arrays]
-        self._values, self._shape = values, arrays[0].shape
-        if self._device == "cpu":
-            self._host = arrays
-        self.bindings: dict[tuple[int, int, int], ort.IOBinding] = {}
 
 
 class OrtEngine:
@@ -153,7 +177,7 @@ class OrtEngine:
         """See `Engine.allocate`."""
         self._open()
         try:
-            return OrtKV(self.spec, self._device, rows, capacity)
+            return OrtKV.allocate(self.spec, self._device, rows, capacity)
         except (MemoryError, RuntimeError) as exc:
             need = self.spec.kv_bytes(rows, capacity) / 2**20
             raise EngineError(f"a cache of {rows} rows x {capacity} slots needs {need:.0f} MiB: not available") from exc
@@ -163,6 +187,8 @@ class OrtEngine:
         session = self._open()
         if not isinstance(kv, OrtKV):
             raise ContractError(f"an ONNX Runtime engine takes the buffers that it allocates, not {type(kv).__name__}")
+        if kv.layers != self.spec.num_layers:
+            raise ContractError(f"a cache of {kv.layers} layers, the engine has {self.spec.num_layers}: first_layers")
         chunk.validate(self.spec, kv.rows - first_row, kv.capacity)
         binding = self._binding(session, kv, first_row, chunk.rows)
         for name in CHUNK_INPUTS:

@@ -75,6 +75,10 @@ class TrtKV:
                     self._copy_slots(base + place * self._slot, base + slot * self._slot, 1)
         self._cuda.synchronize()
 
+    def first_layers(self, layers: int) -> "TrtKV":
+        """See `KVBuffers.first_layers`: plans are built for one model each, none for a part of it."""
+        raise EngineError(f"a TensorRT engine does not share its cache with one of {layers} layers: use backend ort")
+
     def read(self, row: int, used: int) -> np.ndarray:
         """See `KVBuffers.read`; a bfloat16 cache comes as float32, which holds it exactly."""
         shape = (self._count, self._spec.num_kv_heads, used, self._spec.head_dim)

@@ -27,9 +27,10 @@ def insert(
 
 
 def replace_output(node: ir.Node, value: ir.Value) -> None:
-    """Put `value` in the place of the only output of `node`, name and shape included, and remove `node`."""
+    """Put `value` in the place of the only output of `node`, name, shape and `meta` included, and remove `node`."""
     old = node.outputs[0]
     value.name, value.type, value.shape = old.name, old.type, old.shape
+    value.meta.update(old.meta)
     old.replace_all_uses_with(value, replace_graph_outputs=True)
     if node.graph is None:
         raise ExportError(f"{node.name} is in no graph")

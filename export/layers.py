@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 from specdec.engines.errors import ExportError
 
 MARKER_DOMAIN = "specdec.marker"
+LAYER = "specdec.layer"  # `Value.meta[LAYER]` of the hidden state that a decoder layer leaves: the layer's index
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,7 @@ def repeat_layers(model: ir.Model, plan: LayerPlan) -> None:
         present += copied.present
         parameters += copied.parameters
         hidden = copied.hidden
+        hidden.meta[LAYER] = layer
     last = cuts[-1].leave
     graph.insert_before(last, nodes)
     last.outputs[0].replace_all_uses_with(hidden)

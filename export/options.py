@@ -4,6 +4,7 @@ Importable without torch, so that `--help` and wrong usage answer at once. This 
 it does no work.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Self
 from specdec.engines.errors import RequestError
 from specdec.export.recipes import BACKENDS, ORT, TENSORRT, check_arch, find_recipe
 
-DRAFTERS = ("ngram", "model:PATH", "none")
+DRAFTERS = ("ngram", "model:PATH", "layerskip:N", "none")
 DEFAULT_DRAFTERS = ("ngram",)
+_SKIP = "layerskip:"
 DEFAULT_BACKENDS = ORT
 
 
@@ -58,6 +60,8 @@ class ExportOptions:
         if self.workspace is not None and not set(self.backends) & set(TENSORRT):
             raise RequestError(f"--workspace is of {' and '.join(TENSORRT)}: name one of them with --backend")
         check_drafters(self.drafters)
+        if skip_depths(self.drafters) and ORT[0] not in self.backends:
+            raise RequestError("drafter layerskip shares the target's cache, which backend ort alone can: add it")
         for name, value in (
             ("max_batch", self.max_batch),
             ("max_length", self.max_length),
@@ -90,12 +94,14 @@ class Progress:
 def check_drafters(drafters: Sequence[str]) -> None:
     """Raise `RequestError` unless every drafter is known and they go together."""
     for drafter in drafters:
-        if drafter not in ("ngram", "none") and not drafter.startswith("model:"):
+        if drafter not in ("ngram", "none") and not drafter.startswith(("model:", _SKIP)):
             raise RequestError(_not_available("drafter", drafter, DRAFTERS))
+        if drafter.startswith(_SKIP) and not re.fullmatch(r"[1-9][0-9]*", drafter.removeprefix(_SKIP)):
+            raise RequestError(f"drafter {drafter} needs a number of layers, as in layerskip:8")
     if "none" in drafters and len(drafters) > 1:
         raise RequestError("drafter none stands alone")
     if len(set(drafters)) < len(drafters) or sum(name.startswith("model:") for name in drafters) > 1:
-        raise RequestError("a bundle holds one drafter of each kind")
+        raise RequestError("a bundle holds one drafter of each kind, and of layerskip one of each depth")
     if "model:" in drafters:
         raise RequestError("drafter model: needs a checkpoint, as in model:PATH")
 
@@ -103,6 +109,11 @@ def check_drafters(drafters: Sequence[str]) -> None:
 def draft_source(drafters: Sequence[str]) -> str | None:
     """The checkpoint of the `model:` drafter, if there is one."""
     return next((name.removeprefix("model:") for name in drafters if name.startswith("model:")), None)
+
+
+def skip_depths(drafters: Sequence[str]) -> tuple[int, ...]:
+    """How many of the target's layers each `layerskip:` drafter has."""
+    return tuple(int(name.removeprefix(_SKIP)) for name in drafters if name.startswith(_SKIP))
 
 
 def _not_available(kind: str, name: str, known: Sequence[str]) -> str:

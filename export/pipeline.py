@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import onnx_ir as ir
 import torch
 
@@ -25,6 +26,7 @@ from specdec.engines.errors import RequestError
 from specdec.engines.invariance import PROBE_TEXT, run_invariance
 from specdec.engines.manifest import (
     SCHEMA_VERSION,
+    LayerSkipDrafter,
     Limits,
     Manifest,
     Model,
@@ -39,12 +41,13 @@ from specdec.engines.registry import EngineConfig, open_engine
 from specdec.engines.trt_library import load_library
 from specdec.export.bundle import Staging, check_disk, check_memory, check_output
 from specdec.export.calibrate import TEXTS, read_prompts
-from specdec.export.check import check_parity, probe_tokens, reference, reference_logits, run_gates
+from specdec.export.check import Reference, check_parity, probe_tokens, reference, reference_logits, run_gates
 from specdec.export.families import check_supported, text_config
 from specdec.export.gguf_grids import read_grids
 from specdec.export.grid import Grid
+from specdec.export.layerskip import first_layers, shallow
 from specdec.export.lower_ort import lower_for_ort
-from specdec.export.options import ExportOptions, Progress, draft_source
+from specdec.export.options import ExportOptions, Progress, draft_source, skip_depths
 from specdec.export.pair import check_pair
 from specdec.export.precision import check_keep, dequantize, prepare, quantize_graph, without_rounding
 from specdec.export.recipes import ORT, TENSORRT, Recipe, find_recipe
@@ -65,12 +68,17 @@ TOOLS = ("specdec", "torch", "transformers", "onnx-ir", "onnxscript", "onnxrunti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """One model of the bundle on its way: `role` names its folder and its stages."""
+    """One model of the bundle on its way: `role` names its folder and its stages.
+
+    `depths`: how many of its first layers draft for it, for every `layerskip` drafter.
+    """
 
     role: str
     checkpoint: Checkpoint
     tokenizer: TokenizerFiles
     recipe: Recipe
+
+    depths: tuple[int, ...] = ()
 
     @property
     def precision(self) -> str:
@@ -114,23 +122,24 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> M
         )
     )
     with Staging(options.output, force=options.force) as staging:
-        models = [
+        exported = [
             _export_model(job, graph, staging.path, options, limits, progress)
             for job, graph in zip(jobs, graphs, strict=True)
         ]
         target.tokenizer.write(staging.path)
-        drafters: dict[str, NgramDrafter | ModelDrafter] = {}
+        drafters: dict[str, NgramDrafter | ModelDrafter | LayerSkipDrafter] = {}
         if "ngram" in options.drafters:
             drafters["ngram"] = NgramDrafter()
         if draft_source(options.drafters) is not None:
-            drafters["model"] = ModelDrafter(model=models[-1], shared_vocab=shared)
+            drafters["model"] = ModelDrafter(model=exported[-1][0], shared_vocab=shared)
+        drafters |= exported[0][1]
         progress.stage("bundle")
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             contract_version=CONTRACT_VERSION,
             source=_source(target.checkpoint),
             tokenizer=target.tokenizer.record,
-            target=models[0],
+            target=exported[0][0],
             drafters=drafters,
             limits=limits,
             tools={name: importlib.metadata.version(name) for name in TOOLS},
@@ -155,12 +164,19 @@ def memory_need(spec: ModelSpec, weights: int, *, quantized: bool = False) -> in
 def _resolve(options: ExportOptions, progress: Progress) -> tuple[_Job, _Job | None, int]:
     """Open and check the checkpoints; return target, draft (None: none, or the target itself) and the shared ids."""
     target = _open_job("target", options.model, options.precision, options, progress, revision=options.revision)
+    target = replace(target, depths=skip_depths(options.drafters))
+    for depth in target.depths:
+        if depth >= target.spec.num_layers:
+            raise RequestError(
+                f"drafter layerskip:{depth} has to skip a layer: the model has {target.spec.num_layers}, "
+                f"choose 1 to {target.spec.num_layers - 1}"
+            )
     source = draft_source(options.drafters)
     if source is None:
         return target, None, 0
     precision = options.draft_precision or options.precision
     if source == options.model:  # the target as its own draft: nothing to read, and at equal precision nothing to write
-        draft = replace(target, role="drafter", recipe=find_recipe(precision, options.backends))
+        draft = replace(target, role="drafter", depths=(), recipe=find_recipe(precision, options.backends))
     else:
         draft = _open_job("drafter", source, precision, options, progress, revision=None)
     shared = min(check_pair(target.tokenizer, draft.tokenizer), target.spec.vocab_size, draft.spec.vocab_size)
@@ -203,8 +219,11 @@ def _trace_all(jobs: Sequence[_Job], progress: Progress) -> list[ir.Model]:
 
 def _export_model(
     job: _Job, graph: ir.Model, bundle: Path, options: ExportOptions, limits: Limits, progress: Progress
-) -> Model:
-    """Write one model into the bundle and pass it through the gates; its PyTorch weights are gone by then."""
+) -> tuple[Model, dict[str, LayerSkipDrafter]]:
+    """Write one model into the bundle and pass it through the gates; its PyTorch weights are gone by then.
+
+    Returns it, and the drafters that were cut out of it.
+    """
     spec, recipe, quantized = job.spec, job.recipe, job.recipe.weights is not None
     window = getattr(text_config(job.checkpoint.config), "sliding_window", None)
     tokens = probe_tokens(job.encode([PROBE_TEXT])[0], spec, window)
@@ -223,6 +242,10 @@ def _export_model(
             grids = _quantize(job, graph, model, options)
         progress.stage(f"{job.role}: reference")
         expected = reference(model.float() if recipe.dtype == "bfloat16" else model, tokens, spec.vocab_size)
+        shallows: dict[int, Reference] = {}
+        for depth in job.depths:
+            with shallow(model, depth) as part:
+                shallows[depth] = reference(part, tokens, spec.vocab_size)
         progress.stage(f"{job.role}: write")
         plans: dict[str, Plan] = {}
         if set(options.backends) & set(TENSORRT):
@@ -244,7 +267,7 @@ def _export_model(
         progress.stage(f"{job.role}: gates")
         damage = None
         if quantized:
-            with closing(_exact_twin(graph, path, spec)) as engine:
+            with closing(_exact_twin(graph, graph, path, spec)) as engine:
                 parity = check_parity(engine, expected)
             damage, invariance = run_invariance(opener, tokens, lambda engine: measure_damage(engine, held_out))
         else:
@@ -252,13 +275,36 @@ def _export_model(
     variant = Variant(
         graph=name, precision=job.precision, parity=parity, invariance=invariance, damage=damage, plans=plans
     )
-    return Model(spec=spec, variants={job.precision: variant})
+    drafters: dict[str, LayerSkipDrafter] = {}
+    for depth, logits in shallows.items():
+        progress.stage(f"layerskip:{depth}: gates")
+        drafters[f"layerskip:{depth}"] = _cut_out(job, graph, bundle, name, depth, logits, tokens)
+    return Model(spec=spec, variants={job.precision: variant}), drafters
 
 
-def _exact_twin(graph: ir.Model, path: Path, spec: ModelSpec) -> Engine:
-    """The graph in `path` without the rounding of activations, on the same data file."""
+def _cut_out(
+    job: _Job, graph: ir.Model, bundle: Path, whole: str, depth: int, expected: Reference, tokens: Sequence[int]
+) -> LayerSkipDrafter:
+    """Write the first layers of `graph` beside it, in the bundle's file `whole`, and pass them through the gates."""
+    path, spec = bundle / whole, msgspec.structs.replace(job.spec, num_layers=depth)
+    own = path.with_name(f"layerskip-{depth}.onnx")
+    cut = first_layers(graph, depth)
+    save_graph(cut, own, f"{path.name}.data", graph)
+    with closing(_exact_twin(cut, graph, path, spec)) as engine:
+        parity = check_parity(engine, expected)
+    _, invariance = run_invariance(
+        lambda threads: open_engine(own, spec, EngineConfig(threads=threads)), tokens, lambda engine: None
+    )
+    variant = Variant(
+        graph=str(own.relative_to(bundle)), precision=job.precision, parity=parity, invariance=invariance
+    )
+    return LayerSkipDrafter(model=Model(spec=spec, variants={job.precision: variant}))
+
+
+def _exact_twin(graph: ir.Model, whole: ir.Model, path: Path, spec: ModelSpec) -> Engine:
+    """`graph` without the rounding of activations, on the data file of `whole`, which is the graph in `path`."""
     twin = path.with_name("twin.onnx")
-    save_graph(without_rounding(graph), twin, f"{path.name}.data")
+    save_graph(without_rounding(graph), twin, f"{path.name}.data", whole)
     try:
         return open_engine(twin, spec)
     finally:

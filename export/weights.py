@@ -10,7 +10,7 @@ This module knows names, shapes and bytes; it knows no operator.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -119,9 +119,17 @@ def write_graph(
         raise ResourceError(f"{exc.filename or data} cannot be written: {exc.strerror or exc}") from exc
 
 
-def save_graph(graph: ir.Model, path: Path, data: str) -> None:
-    """Write `graph` to `path`; its parameters are those in the file `data` beside it, laid out by `write_graph`."""
-    with _external(_layout(graph), data):
+def save_graph(graph: ir.Model, path: Path, data: str, whole: ir.Model | None = None) -> None:
+    """Write `graph` to `path`; its parameters are those in the file `data` beside it, laid out by `write_graph`.
+
+    `whole`: the graph that the file was written for, if `graph` has only some of its parameters (by name). Raises
+    `ExportError` when it has others.
+    """
+    own = {slot.name: slot.value for slot in _layout(graph)}
+    slots = [replace(slot, value=own.pop(slot.name)) for slot in _layout(whole or graph) if slot.name in own]
+    if own:
+        raise ExportError(f"parameter {next(iter(own))} is not in {data}")
+    with _external(slots, data):
         ir.save(graph, path)
 
 

@@ -2,7 +2,8 @@
 
 Rows 0 .. n-1 are active. A row's cache is what lies below `lens[row]`: committing adds to that number, rejecting adds
 less, and nothing is copied but the accepted path of a tree that is not its first branch. A row that leaves is replaced
-by the last one. Used alike for target and draft; this module does not know who proposes or accepts.
+by the last one. Used alike for target and draft; a draft that is the target's first layers borrows the target's cache.
+This module does not know who proposes or accepts.
 """
 
 from collections.abc import Sequence
@@ -101,17 +102,41 @@ class CachedModel:
     def _run(self, inputs: Sequence[RowInput], first_row: int) -> FloatArray:
         past = self.lens[first_row : first_row + len(inputs)]
         chunk = pack(inputs, past, self.min_width, self.max_length)
-        kv = self._reserve(int(past.max()) + chunk.width)
+        kv = self.reserve(int(past.max()) + chunk.width)
         started = perf_counter()
         logits = self.engine.step(chunk, kv, first_row)
         self.seconds += perf_counter() - started
         return logits
 
-    def _reserve(self, slots: int) -> KVBuffers:
-        """Make the buffers hold all active rows and `slots` slots; what is committed stays."""
+    def reserve(self, slots: int, used: int = 0) -> KVBuffers:
+        """Make the buffers hold all active rows and `slots` slots; what is committed stays, and slots below `used`."""
         if self._kv is None:
             self._kv = self.engine.allocate(self.rows, capacity_bucket(slots))
         elif self.rows > self._kv.rows or slots > self._kv.capacity:
             capacity = max(self._kv.capacity, capacity_bucket(slots))
-            self._kv.grow(max(self.rows, self._kv.rows), capacity, int(self.lens[: self.rows].max()))
+            self._kv.grow(max(self.rows, self._kv.rows), capacity, max(used, int(self.lens[: self.rows].max())))
+        return self._kv
+
+
+class BorrowedModel(CachedModel):
+    """The first layers of `target`, `engine`, on the target's own cache, which they fill with the very same content.
+
+    So what the target has committed is committed here (`follow`): there is nothing to prefill and no row to add or
+    drop. Passes write behind that, where the target's next pass overwrites whatever lies there before it is attended.
+    """
+
+    def __init__(self, engine: Engine, target: CachedModel, *, min_width: int) -> None:
+        super().__init__(engine, max_rows=target.max_rows, min_width=min_width)
+        self._target = target
+
+    def follow(self) -> None:
+        """Hold the target's rows, and of each what the target holds: what was committed here besides is dropped."""
+        self.rows = self._target.rows
+        self.lens[: self.rows] = self._target.lens[: self.rows]
+
+    def reserve(self, slots: int, used: int = 0) -> KVBuffers:
+        """See `CachedModel.reserve`: the target's buffers, of which this model sees its layers."""
+        whole = self._target.reserve(slots, max(used, int(self.lens[: self.rows].max())))
+        if self._kv is None:
+            self._kv = whole.first_layers(self.engine.spec.num_layers)
         return self._kv

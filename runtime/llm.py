@@ -18,16 +18,17 @@ import numpy as np
 from specdec.engines.base import Engine
 from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import BundleError, RequestError
-from specdec.engines.manifest import Model, ModelDrafter, Variant, read_manifest, verify_files
+from specdec.engines.manifest import LayerSkipDrafter, Model, ModelDrafter, Variant, read_manifest, verify_files
 from specdec.engines.registry import EngineConfig, open_engine, with_plans
 from specdec.runtime import drafters
 from specdec.runtime.config import SpeculativeConfig
 from specdec.runtime.drafters.base import Drafter
-from specdec.runtime.drafters.growth import StaticShape
+from specdec.runtime.drafters.growth import Shape, StaticShape
+from specdec.runtime.drafters.layerskip import LayerSkipDrafter as FirstLayers
 from specdec.runtime.drafters.model import ModelDrafter as DraftModel
 from specdec.runtime.drafters.ngram import NgramDrafter
 from specdec.runtime.grammar import GrammarCompiler
-from specdec.runtime.kv import CachedModel
+from specdec.runtime.kv import BorrowedModel, CachedModel
 from specdec.runtime.params import SamplingParams
 from specdec.runtime.request import FinishReason, RequestOutput, Row, Watch
 from specdec.runtime.scheduler import Scheduler
@@ -89,16 +90,21 @@ class LLM:
         if mode == "exact" and self.speculative.branches:
             raise RequestError("trees that branch are lossless in law, not in bits: use mode fast, or tree='chain'")
         self._engine_config, self._opener = engine or EngineConfig(), opener
+        record = self.manifest.drafters.get(self.method) if self.method else None
+        if isinstance(record, LayerSkipDrafter) and self._engine_config.backend != "ort":
+            raise RequestError(f"drafter {self.method} shares the target's cache, which only backend ort can")
         earned = exact and self._engine_config.is_gated and not self.speculative.branches
         self.mode: Mode = mode or ("exact" if earned else "fast")
         self.watch = watch
         self.text = TextCodec(self.bundle, self.manifest.tokenizer)
         self._engines: dict[str, Engine] = {}
         self._target, self._width = self._open(self.manifest.target.spec, target)
-        record = self.manifest.drafters.get(self.method) if self.method else None
-        self._draft: Callable[[int], Drafter] | None = None  # number of rows -> drafter
+        self._draft: Callable[[CachedModel], Drafter] | None = None  # by the target's cache
         if isinstance(record, ModelDrafter):
             self._draft = partial(self._draft_model, record, *self._open(record.model.spec, _pick(record.model)))
+        elif isinstance(record, LayerSkipDrafter):
+            cut = _pick(record.model, variant)  # named as the target's
+            self._draft = partial(self._first_layers, *self._open(record.model.spec, cut))
         elif record is not None:
             self._draft = partial(self._ngram, target.precision)
 
@@ -189,16 +195,25 @@ class LLM:
     def _scheduler(self, requests: int) -> Scheduler:
         rows = min(requests, self.manifest.limits.max_batch)
         target = CachedModel(self._target, max_rows=rows, min_width=self._width)
-        return Scheduler(target, self._draft(rows) if self._draft else None)
+        return Scheduler(target, self._draft(target) if self._draft else None)
 
-    def _draft_model(self, record: ModelDrafter, engine: Engine, width: int, rows: int) -> Drafter:
-        model = CachedModel(engine, max_rows=rows, min_width=width)
+    def _draft_model(self, record: ModelDrafter, engine: Engine, width: int, target: CachedModel) -> Drafter:
+        model = CachedModel(engine, max_rows=target.max_rows, min_width=width)
+        size, shared = self.spec.vocab_size, record.shared_vocab
+        return DraftModel(model, self._shape(), size, shared, deterministic=self._ranked)
+
+    def _first_layers(self, engine: Engine, width: int, target: CachedModel) -> Drafter:
+        return FirstLayers(BorrowedModel(engine, target, min_width=width), self._shape(), deterministic=self._ranked)
+
+    def _shape(self) -> Shape:
         default = drafters.TREE_TOKENS if self.speculative.branches else drafters.MODEL_TOKENS
-        shape = self.speculative.shape(self._at_most(default))
-        greedy = self.speculative.draft_sample_method == "greedy"
-        return DraftModel(model, shape, self.spec.vocab_size, record.shared_vocab, deterministic=greedy)
+        return self.speculative.shape(self._at_most(default))
 
-    def _ngram(self, precision: str, rows: int) -> Drafter:
+    @property
+    def _ranked(self) -> bool:
+        return self.speculative.draft_sample_method == "greedy"
+
+    def _ngram(self, precision: str, target: CachedModel) -> Drafter:
         config, threshold = self.speculative, self.speculative.confidence_threshold
         if threshold is None:
             threshold = drafters.NGRAM_THRESHOLDS.get(precision, drafters.NGRAM_THRESHOLD)

@@ -36,13 +36,13 @@ def tokens(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
 
 def test_a_pass_writes_its_slots_in_place_and_nothing_else(engine: OrtEngine) -> None:
     kv = engine.allocate(3, 256)
-    for array in kv._host:
+    for array in kv._memory.host:
         array.fill(5.0)
     addresses = [kv.view(i, 0) for i in range(2 * engine.spec.num_layers)]
     engine.step(chain(tokens((2, 3)), [4, 9]), kv, first_row=1)
     assert [kv.view(i, 0) for i in range(2 * engine.spec.num_layers)] == addresses
-    assert addresses == [array.ctypes.data for array in kv._host]
-    for array in kv._host:
+    assert addresses == [array.ctypes.data for array in kv._memory.host]
+    for array in kv._memory.host:
         written = (array != 5.0).all(axis=(1, 3))  # [rows, slots]
         assert [np.flatnonzero(row).tolist() for row in written] == [[], [4, 5, 6], [9, 10, 11]]
 
@@ -64,7 +64,7 @@ small = engine.allocate(1, 256)
 tokens = np.ones((1, 4), np.int64)
 engine.step(chain(tokens, [0]), small)
 kv = engine.allocate(1, 40_000)
-for array in kv._host:
+for array in kv._memory.host:
     array.fill(0.5)  # touch every page
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts over from here
 before = peak_kib()
@@ -118,7 +118,7 @@ def test_a_moved_row_goes_on_where_it_was(engine: OrtEngine) -> None:
 
 def test_nbytes_is_what_the_contract_computes(engine: OrtEngine) -> None:
     kv = engine.allocate(2, 256)
-    assert kv.nbytes == engine.spec.kv_bytes(2, 256) == sum(array.nbytes for array in kv._host)
+    assert kv.nbytes == engine.spec.kv_bytes(2, 256) == sum(array.nbytes for array in kv._memory.host)
 
 
 def bad(**changes: object) -> Chunk:

@@ -172,7 +172,7 @@ def test_an_accepted_path_goes_on_like_a_plain_text(graph: Graph, rows: list[Cas
 
 def gather(kv: KVBuffers, row: int, start: int, nodes: Sequence[int]) -> None:
     """Copy the slots of a tree's `nodes` to `start`, `start + 1`, ..., where a chain would have them."""
-    for array in kv._host:  # type: ignore[attr-defined]  # the ONNX Runtime CPU buffers
+    for array in kv._memory.host:  # type: ignore[attr-defined]  # the ONNX Runtime CPU buffers
         array[row, :, start : start + len(nodes)] = array[row][:, [start + node for node in nodes]]
 
 

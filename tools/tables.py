@@ -140,6 +140,10 @@ class TableKV:
         """See `KVBuffers.move_slots`."""
         self.tokens[row, start : start + len(sources)] = self.tokens[row, sources]
 
+    def first_layers(self, layers: int) -> "TableKV":
+        """See `KVBuffers.first_layers`: tokens are those of every layer."""
+        return self
+
     def read(self, row: int, used: int) -> np.ndarray:
         """See `KVBuffers.read`."""
         return self.tokens[row, :used][None, None, :, None].copy()

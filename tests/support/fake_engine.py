@@ -65,6 +65,9 @@ class FakeKV:
         self.tokens[row, start : start + len(sources)] = self.tokens[row, sources]
         self.state[row, start : start + len(sources)] = self.state[row, sources]
 
+    def first_layers(self, layers: int) -> "FakeKV":
+        return self
+
     def read(self, row: int, used: int) -> np.ndarray:
         return self.tokens[row, :used][None, None, :, None].copy()
 

@@ -41,7 +41,7 @@ def tree(
 def garbage(engine: Engine, rows: int, capacity: int) -> KVBuffers:
     """Cache buffers whose every slot holds `GARBAGE`: finite, and visible in any logit that it reaches."""
     kv = engine.allocate(rows, capacity)
-    for array in kv._host:  # type: ignore[attr-defined]  # the ONNX Runtime CPU buffers
+    for array in kv._memory.host:  # type: ignore[attr-defined]  # the ONNX Runtime CPU buffers
         array.fill(GARBAGE)
     return kv
 
