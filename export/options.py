@@ -101,7 +101,7 @@ def check_drafters(drafters: Sequence[str]) -> None:
     if "none" in drafters and len(drafters) > 1:
         raise RequestError("drafter none stands alone")
     if len(set(drafters)) < len(drafters) or sum(name.startswith("model:") for name in drafters) > 1:
-        raise RequestError("a bundle holds one drafter of each kind, and of layerskip one of each depth")
+        raise RequestError("a bundle holds one drafter of each kind")
     if "model:" in drafters:
         raise RequestError("drafter model: needs a checkpoint, as in model:PATH")
 

@@ -295,9 +295,8 @@ def _cut_out(
     _, invariance = run_invariance(
         lambda threads: open_engine(own, spec, EngineConfig(threads=threads)), tokens, lambda engine: None
     )
-    variant = Variant(
-        graph=str(own.relative_to(bundle)), precision=job.precision, parity=parity, invariance=invariance
-    )
+    graph_name = own.relative_to(bundle).as_posix()
+    variant = Variant(graph=graph_name, precision=job.precision, parity=parity, invariance=invariance)
     return LayerSkipDrafter(model=Model(spec=spec, variants={job.precision: variant}))
 
 

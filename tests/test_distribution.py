@@ -36,6 +36,11 @@ DRAFTS = {
     "disjoint": (far_bundle, "model", {"temperature": 0.7, "top_k": 3}),
     "int8": (partial(quantized_bundle, "int8"), "model", {"temperature": 0.5, "allowed_token_ids": (5, 90, 150, 210)}),
     "int4": (partial(quantized_bundle, "int4"), "model", {"temperature": 0.5, "allowed_token_ids": (5, 90, 150, 210)}),
+    "skip": (
+        partial(shared_bundle, drafters=("ngram", "layerskip:1")),
+        "layerskip:1",
+        {"temperature": 0.5, "allowed_token_ids": (5, 90, 150, 210)},
+    ),
 }
 TREES = {"chain": "chain", "dynamic": "dynamic", "static": [[0], [1], [0, 0], [0, 1], [1, 0]]}
 
@@ -84,6 +89,7 @@ def cases() -> list:
         if tree == "static" and draft != "far":
             continue
         quick = {("far", "chain"), ("far", "dynamic"), ("ngram", "chain"), ("int8", "chain"), ("int4", "chain")}
+        quick |= {("skip", "chain"), ("skip", "dynamic")}
         fast = batch == BATCH and (draft, tree) in quick
         marks = () if fast else pytest.mark.slow
         found.append(pytest.param(draft, tree, rule, batch, marks=marks, id=f"{draft}-{tree}-{rule}-{batch}"))

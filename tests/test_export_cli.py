@@ -191,7 +191,7 @@ def test_long_contexts_are_capped_and_said_so(
         (["--keep", "*"], "--keep and --calibration are of quantized precisions: fp32 is none"),
         (
             ["--drafter", "medusa:x"],
-            "drafter medusa:x is not available in this version: choose from ngram, model:PATH, none",
+            "drafter medusa:x is not available in this version: choose from ngram, model:PATH, layerskip:N, none",
         ),
         (["--drafter", "ngram", "--drafter", "none"], "drafter none stands alone"),
         (["--drafter", "ngram", "--drafter", "ngram"], "a bundle holds one drafter of each kind"),

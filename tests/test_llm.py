@@ -24,12 +24,17 @@ PROMPTS = [
     "d",
     "def add(a, b):\n    return a + b\n\ndef add(",
 ]
-METHODS = [None, "ngram", "model"]
+METHODS = [None, "ngram", "model", "layerskip:1"]
 
 
-@pytest.fixture(scope="module", params=METHODS, ids=["plain", "ngram", "model"])
+def bundle_of(method: str | None) -> Path:
+    """A bundle with this drafter; the target is the same in all."""
+    return shared_bundle(drafters=("ngram", method)) if method == "layerskip:1" else shared_bundle()
+
+
+@pytest.fixture(scope="module", params=METHODS, ids=["plain", "ngram", "model", "layerskip"])
 def llm(request: pytest.FixtureRequest) -> LLM:
-    return LLM(shared_bundle(), speculative=SpeculativeConfig(method=request.param))
+    return LLM(bundle_of(request.param), speculative=SpeculativeConfig(method=request.param))
 
 
 @pytest.fixture(scope="module")
@@ -218,13 +223,19 @@ def test_exact_runs_no_pass_narrower_than_the_manifest_says(broken: Path, monkey
     assert watch(load("exact")) == {1}
 
 
-def test_two_positions_at_least_change_no_bit(llm: LLM, broken: Path) -> None:
+def test_two_positions_at_least_change_no_bit(llm: LLM, tmp_path: Path) -> None:
     """Where one-token passes differ, exact pads plain decoding and fills n-gram drafts: the text must not know."""
-    edit(lambda m: m["target"]["variants"]["fp32"]["invariance"].update(least_width=2))(broken)
-    edit(lambda m: m["drafters"]["model"]["model"]["variants"]["fp32"]["invariance"].update(least_width=2))(broken)
+
+    def widen(manifest: dict) -> None:
+        drafts = [drafter["model"] for drafter in manifest["drafters"].values() if "model" in drafter]
+        for model in (manifest["target"], *drafts):
+            model["variants"]["fp32"]["invariance"].update(least_width=2)
+
+    copy = Path(shutil.copytree(llm.bundle, tmp_path / "bundle"))
+    edit(widen)(copy)
     with recorded_logits() as expected:
         llm.generate(PROMPTS, params())
-    wide = LLM(broken, speculative=llm.speculative)
+    wide = LLM(copy, speculative=llm.speculative)
     with recorded_logits() as got:
         wide.generate(PROMPTS, params())
     assert got == expected
@@ -394,13 +405,14 @@ def test_exact_is_refused_where_the_gate_failed(broken: Path) -> None:
         LLM(broken, mode="exact")
 
 
-TREES = [("model", "dynamic"), ("ngram", "dynamic"), ("model", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])]
+STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+TREES = [("model", "dynamic"), ("ngram", "dynamic"), ("model", STATIC), ("layerskip:1", "dynamic"), ("layerskip:1", STATIC)]
 
 
-@pytest.mark.parametrize(("method", "tree"), TREES, ids=["dynamic", "ngram", "static"])
+@pytest.mark.parametrize(("method", "tree"), TREES, ids=["dynamic", "ngram", "static", "layerskip", "layerskip static"])
 def test_trees_give_the_targets_text_and_nearly_its_logits(plain: LLM, method: str, tree: object) -> None:
     """Lossless in law: a branch that is moved together in the cache has other last bits, and no others."""
-    llm = LLM(shared_bundle(), speculative=SpeculativeConfig(method=method, tree=tree))
+    llm = LLM(bundle_of(method), speculative=SpeculativeConfig(method=method, tree=tree))
     assert llm.mode == "fast"
     with recorded_arrays() as expected:
         texts = [plain.generate(prompt, params())[0].token_ids for prompt in PROMPTS]
@@ -421,15 +433,14 @@ def test_trees_are_refused_where_bits_are_promised() -> None:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_a_coupled_seed_gives_one_text_and_one_set_of_logprobs(temperature: float) -> None:
-    """Plain, two drafters, three draft lengths, alone and in a batch: tokens, logits and log-probabilities."""
+    """Plain, three drafters, three draft lengths, alone and in a batch: tokens, logits and log-probabilities."""
     options = params(temperature=temperature, seed=11, acceptance="coupled", top_p=0.95, logprobs=3)
     configs = [SpeculativeConfig(method=None)]
-    configs += [
-        SpeculativeConfig(method=method, num_speculative_tokens=n) for method in ("ngram", "model") for n in (1, 3, 6)
-    ]
+    methods = [method for method in METHODS if method]
+    configs += [SpeculativeConfig(method=method, num_speculative_tokens=n) for method in methods for n in (1, 3, 6)]
     answers, bits = [], []
     for config in configs:
-        with LLM(shared_bundle(), speculative=config) as llm:
+        with LLM(bundle_of(config.method), speculative=config) as llm:
             for batch in ([[prompt] for prompt in PROMPTS], [PROMPTS]):
                 with recorded_logits() as seen:
                     outputs = [output for prompts in batch for output in llm.generate(prompts, options)]

@@ -1,6 +1,7 @@
 """The round, on an engine that raises when a stale, foreign or padded slot is read."""
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from specdec.engines.chunk import RowInput
 from specdec.engines.errors import EngineError, RequestError
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.drafters.growth import DynamicShape, StaticShape
+from specdec.runtime.drafters.layerskip import LayerSkipDrafter
 from specdec.runtime.drafters.model import ModelDrafter
 from specdec.runtime.drafters.ngram import NgramDrafter
+from specdec.runtime.kv import BorrowedModel, CachedModel
 from specdec.runtime.sampling import LogitsPipeline
 from support.fake_engine import FakeEngine, FakeKV, fake_spec
 from support.rows import WatchedModel, greedy, make_row, make_scheduler, run
@@ -25,8 +28,8 @@ def target(vocab: int = VOCAB, **options: object) -> FakeEngine:
 
 def drafter_of(
     kind: str, *, num_tokens: int = 3, max_rows: int = 4, vocab: int = VOCAB, sharpness: float = 2.0
-) -> Drafter | None:
-    """`kind`: what drafts, and the form of its trees."""
+) -> Drafter | Callable[[CachedModel], Drafter] | None:
+    """`kind`: what drafts, and the form of its trees; a draft in the target's cache is made when there is one."""
     name, _, form = kind.partition(" ")
     if name == "plain":
         return None
@@ -38,8 +41,10 @@ def drafter_of(
         "narrow": (fake_spec(5 * vocab // 8), {"seed": 7, "order": 1}),  # fewer tokens than the target
         "wide": (fake_spec(vocab, logits_size=vocab + 4), {"seed": 7, "order": 1}),  # logits beyond the vocabulary
         "short": (fake_spec(vocab, max_length=12), {"order": 2}),  # a context that ends before the target's
+        "layers": (fake_spec(vocab), {"order": 2}),  # in the target's cache, and as good as the target
+        "skip": (fake_spec(vocab), {"seed": 7, "order": None}),  # in the target's cache
     }[name]
-    model = WatchedModel(FakeEngine(spec, sharpness=sharpness, **options), max_rows=max_rows, min_width=2)
+    engine = FakeEngine(spec, sharpness=sharpness, **options)
     shape = {
         "": StaticShape.chain(num_tokens),
         "tree": StaticShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]),
@@ -47,12 +52,18 @@ def drafter_of(
         "top": StaticShape([[0], [1], [0, 0], [0, 1]]),
         "dynamic": DynamicShape(2 * num_tokens),
     }[form]
-    return ModelDrafter(model, shape, vocab, min(vocab, spec.vocab_size), deterministic=form == "top")
+    ranked = form == "top"
+    if name in ("layers", "skip"):
+        return lambda target: LayerSkipDrafter(
+            BorrowedModel(engine, target, min_width=2), shape, deterministic=ranked
+        )
+    model = WatchedModel(engine, max_rows=max_rows, min_width=2)
+    return ModelDrafter(model, shape, vocab, min(vocab, spec.vocab_size), deterministic=ranked)
 
 
 TREES = ["ngram tree", "self tree", "other tree", "other stem", "narrow tree", "short stem", "other top",
-         "self dynamic", "other dynamic"]  # fmt: skip
-KINDS = ["plain", "ngram", "self", "other", "narrow", "wide", "short", *TREES]
+         "self dynamic", "other dynamic", "skip tree", "skip stem", "skip dynamic"]  # fmt: skip
+KINDS = ["plain", "ngram", "self", "other", "narrow", "wide", "short", "layers", "skip", *TREES]
 PROMPTS = [[1, 2, 3, 1, 2], [5], [7, 7, 7, 7, 7, 7, 7, 0], [4, 3]]
 
 
@@ -82,9 +93,10 @@ def test_a_batch_gives_each_row_what_it_gets_alone(kind: str, max_rows: int, tem
     assert run(make_scheduler(target(), drafter_of(kind, max_rows=max_rows), max_rows=max_rows), *rows()) == alone
 
 
-def test_the_target_as_its_own_draft_is_accepted_to_the_last_token() -> None:
+@pytest.mark.parametrize("kind", ["self", "layers"])
+def test_the_target_as_its_own_draft_is_accepted_to_the_last_token(kind: str) -> None:
     row = make_row([1, 2, 3], max_new_tokens=17)
-    run(make_scheduler(target(), drafter_of("self")), row)
+    run(make_scheduler(target(), drafter_of(kind)), row)
     assert row.stats.rounds == 5  # 4 + 4 + 4 + 4 + 1
     assert row.stats.draft_tokens_accepted == row.stats.draft_tokens_proposed == 12
     assert row.stats.bonus_tokens == 5
@@ -156,7 +168,7 @@ def test_a_stop_string_inside_an_accepted_block_ends_the_text(kind: str) -> None
 
 
 SAMPLED = [
-    *("ngram", "other", "other tree", "other dynamic"),
+    *("ngram", "other", "other tree", "other dynamic", "skip", "skip dynamic"),
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("self", "narrow", "ngram tree", "other top")),
 ]
 

@@ -24,6 +24,7 @@ from specdec.engines.errors import ContractError, EngineError
 from specdec.engines.manifest import (
     MANIFEST_NAME,
     FileRecord,
+    LayerSkipDrafter,
     Manifest,
     Model,
     ModelDrafter,
@@ -220,16 +221,15 @@ def bundle_view(manifest: Manifest, variant: str, *, size: int | None, end: int,
     `end`: the only end token. Texts come out empty: the folder's tokenizer knows no words.
     """
     target = _model(manifest.target, manifest.target.variants[variant], "target", size)
-    drafters = {
-        method: msgspec.structs.replace(
-            record,
-            model=_model(record.model, next(iter(record.model.variants.values())), f"drafters/{method}", size),
-            shared_vocab=size or record.shared_vocab,
-        )
-        if isinstance(record, ModelDrafter)
-        else record
-        for method, record in manifest.drafters.items()
-    }
+    drafters = dict(manifest.drafters)
+    for method, record in drafters.items():
+        if isinstance(record, ModelDrafter):
+            own = _model(record.model, next(iter(record.model.variants.values())), f"drafters/{method}", size)
+            shared = size or record.shared_vocab
+            drafters[method] = msgspec.structs.replace(record, model=own, shared_vocab=shared)
+        elif isinstance(record, LayerSkipDrafter):
+            own = _model(record.model, record.model.variants[variant], f"drafters/{method}", size)
+            drafters[method] = msgspec.structs.replace(record, model=own)
     made = msgspec.structs.replace(
         manifest,
         target=target,
@@ -254,7 +254,8 @@ def _model(model: Model, variant: Variant, graph: str, size: int | None) -> Mode
 
 def _files(target: Model, drafters: Iterable[object]) -> Iterator[str]:
     yield "tokenizer.json"
-    for model in (target, *(record.model for record in drafters if isinstance(record, ModelDrafter))):
+    with_models = (record for record in drafters if isinstance(record, ModelDrafter | LayerSkipDrafter))
+    for model in (target, *(record.model for record in with_models)):
         for variant in model.variants.values():
             yield variant.graph
             yield f"{variant.graph}.data"

@@ -18,7 +18,7 @@ import numpy as np
 
 from specdec.engines.base import Engine
 from specdec.engines.contract import FloatArray, ModelSpec
-from specdec.engines.manifest import Manifest, ModelDrafter
+from specdec.engines.manifest import LayerSkipDrafter, Manifest, ModelDrafter
 from specdec.engines.registry import EngineConfig
 from specdec.runtime import LLM, RequestOutput, SamplingParams, SpeculativeConfig
 from specdec.runtime.sampling import LogitsPipeline
@@ -74,6 +74,9 @@ class Ground:
                 graph = next(iter(record.model.variants.values())).graph
                 self._engines[f"drafters/{method}"] = open_graph(bundle / graph, record.model.spec)
                 limit = min(limit, record.shared_vocab)
+            elif isinstance(record, LayerSkipDrafter):
+                graph = record.model.variants[variant].graph
+                self._engines[f"drafters/{method}"] = open_graph(bundle / graph, record.model.spec)
         self._full: dict[int, Table] = {}  # by engine: a target that drafts for itself has one table
         self._few: dict[int, Table] = {}
         text = _repeating_text(self._table(self._engines["target"], None), words, limit)

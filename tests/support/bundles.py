@@ -213,7 +213,7 @@ def _quantized_bundle(precision: str) -> Path:
     options = ExportOptions(
         model=str(blocks_checkpoint()),
         output=_session_folder() / f"bundle-{precision}",
-        drafters=("ngram", f"model:{blocks_checkpoint(9)}"),
+        drafters=("ngram", f"model:{blocks_checkpoint(9)}", "layerskip:1"),
         precision=precision,
         draft_precision="int4",
     )

@@ -1,5 +1,6 @@
 """Requests on the fake engine: a tokenizer whose text is the token ids, rows, schedulers, expected answers."""
 
+from collections.abc import Callable
 from functools import cache
 
 from tokenizers import Tokenizer, decoders, models
@@ -48,9 +49,15 @@ def run(scheduler: Scheduler, *rows: Row) -> list[list[int]]:
 
 
 def make_scheduler(
-    target: FakeEngine, drafter: Drafter | None = None, *, max_rows: int = 4, min_width: int = 2
+    target: FakeEngine,
+    drafter: Drafter | Callable[[CachedModel], Drafter] | None = None,
+    *,
+    max_rows: int = 4,
+    min_width: int = 2,
 ) -> Scheduler:
-    return Scheduler(WatchedModel(target, max_rows=max_rows, min_width=min_width), drafter)
+    """`drafter`: one, or what makes one that drafts in the target's cache."""
+    model = WatchedModel(target, max_rows=max_rows, min_width=min_width)
+    return Scheduler(model, drafter(model) if callable(drafter) else drafter)
 
 
 def greedy(engine: FakeEngine, prompt: list[int], count: int, **params: object) -> list[int]:
