@@ -33,6 +33,7 @@ EXAMPLES = """examples:
   specdec-export ./SmolLM2-135M-Instruct -o smollm2.bundle
   specdec-export model.gguf -o model.bundle --drafter ngram --drafter model:small.gguf
   specdec-export Qwen/Qwen3-0.6B -o qwen3.bundle --precision int8 --draft-precision int4 --max-length 4096 --json
+  specdec-export ./SmolLM2-135M-Instruct -o skipping.bundle --drafter ngram --drafter layerskip:20
   specdec-export ./llama -o llama.bundle --precision fp8 --calibration prompts.jsonl --backend tensorrt-rtx --arch sm89
 """
 
@@ -211,7 +212,11 @@ def _summary(options: ExportOptions, manifest: "Manifest", seconds: float) -> st
         f"{options.output}: {size / 2**20:.0f} MiB, drafters: {', '.join(manifest.drafters) or 'none'}, {seconds} s"
     ]
     models: list[tuple[str, Model]] = [("target", manifest.target)]
-    models += [("draft", drafter.model) for drafter in manifest.drafters.values() if hasattr(drafter, "model")]
+    models += [
+        ("draft" if method == "model" else method, drafter.model)
+        for method, drafter in manifest.drafters.items()
+        if hasattr(drafter, "model")
+    ]
     for role, model in models:
         for variant in model.variants.values():
             parity, bits = variant.parity, variant.invariance

@@ -12,14 +12,17 @@ import msgspec
 
 from specdec.engines.costs import PassCost, pass_costs
 from specdec.engines.damage import Damage
-from specdec.engines.manifest import Manifest, Model, ModelDrafter
+from specdec.engines.manifest import LayerSkipDrafter, Manifest, Model, ModelDrafter
 from specdec.engines.registry import EngineConfig, open_engine
 
 SHOWN = (1, 2, 4, 8)  # tokens of a pass, in the text; batch 1
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One graph of a bundle. `megabytes`: of its weights on disk (10^6 bytes); `damage`: None when not quantized."""
+    """One graph of a bundle. `megabytes`: of its weights on disk (10^6 bytes; none of a graph cut out of the target).
+
+    `damage`: None when not quantized, or not measured.
+    """
 
     role: str
     precision: str
@@ -47,11 +50,15 @@ def report_text(report: list[EngineReport]) -> str:
 def _engines(bundle: Path, manifest: Manifest) -> Iterator[EngineReport]:
     models: list[tuple[str, Model]] = [("target", manifest.target)]
     models += [("draft", record.model) for record in manifest.drafters.values() if isinstance(record, ModelDrafter)]
+    for method, record in manifest.drafters.items():
+        if isinstance(record, LayerSkipDrafter):
+            models.append((method, record.model))
     for role, model in models:
         for precision, variant in model.variants.items():
             if model.spec.dtype == "bfloat16":
                 continue  # no engine here runs it
             with closing(open_engine(bundle / variant.graph, model.spec, EngineConfig())) as engine:
                 costs = pass_costs(engine)
-            size = manifest.files[f"{variant.graph}.data"].bytes / 1e6
+            data = manifest.files.get(f"{variant.graph}.data")
+            size = data.bytes / 1e6 if data is not None else 0.0
             yield EngineReport(role=role, precision=precision, megabytes=size, damage=variant.damage, pass_costs=costs)

@@ -1,6 +1,7 @@
 """The target's first layers as its draft: the graph that is cut out, one data file, one cache, the same bits."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from specdec.engines.errors import BundleError, ContractError, EngineError, Expo
 from specdec.engines.manifest import LayerSkipDrafter, encode, read_manifest, verify_files
 from specdec.engines.ort import OrtEngine, OrtKV
 from specdec.engines.registry import EngineConfig
+from specdec.export.layers import LAYER
 from specdec.export.layerskip import first_layers, shallow
 from specdec.export.lower_ort import lower_for_ort
 from specdec.export.options import ExportOptions
@@ -80,8 +82,18 @@ def test_every_cut_of_every_family_is_pytorchs_model_of_so_many_layers(family: s
     assert model.config.num_hidden_layers == spec.num_layers
 
 
+@cache
+def llama() -> ir.Model:
+    return trace(models.llama())
+
+
+def traced() -> ir.Model:
+    """A graph of three layers, to be changed."""
+    return llama().clone()
+
+
 def test_a_graph_is_cut_inside_only_and_only_at_a_mark() -> None:
-    graph = trace(models.llama())
+    graph = traced()
     for layers in (0, 3, 4):
         with pytest.raises(ExportError, match=f"cannot be cut after {layers} of its 3 layers"):
             first_layers(graph, layers)
@@ -93,15 +105,15 @@ def test_a_graph_is_cut_inside_only_and_only_at_a_mark() -> None:
 
 
 def test_a_cut_that_would_read_a_later_layer_is_refused() -> None:
-    graph = trace(models.llama())
-    marked = [value for node in graph.graph for value in node.outputs if value.meta]
-    marked[0].meta, marked[1].meta = marked[1].meta, marked[0].meta  # type: ignore[misc]
+    graph = traced()
+    marked = {value.meta[LAYER]: value for node in graph.graph for value in node.outputs if LAYER in value.meta}
+    marked[0].meta[LAYER], marked[1].meta[LAYER] = 1, 0
     with pytest.raises(ExportError, match=r"cannot be cut after 1 of its layers: they read past_key_values\.1\.key"):
         first_layers(graph, 1)
 
 
 def test_a_parameter_that_the_data_file_lacks_is_refused(tmp_path: Path) -> None:
-    graph = trace(models.llama())
+    graph = traced()
     cut = first_layers(graph, 1)
     with pytest.raises(ExportError, match=r"parameter model\.layers\.1\..* is not in model\.onnx\.data"):
         save_graph(graph, tmp_path / "model.onnx", "model.onnx.data", cut)
@@ -146,7 +158,9 @@ def export(output: Path, *drafters: str, **options: Any) -> None:
 
 
 def test_a_draft_has_to_skip_a_layer(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"^drafter layerskip:2 has to skip a layer: the model has 2, choose 1 to 1$"):
+    with pytest.raises(
+        RequestError, match=r"^drafter layerskip:2 has to skip a layer: the model has 2, choose 1 to 1$"
+    ):
         export(tmp_path / "bundle", "layerskip:2")
     assert not (tmp_path / "bundle").exists()
 
@@ -237,9 +251,9 @@ class Watched:
             trees: list[TokenTree] = propose(drafter, rows, limits)
             self.proposed += trees
             target, draft = drafter._borrowed._target.kv, drafter._borrowed.kv
-            assert isinstance(target, OrtKV)
-            assert isinstance(draft, OrtKV)
-            self.places.add(tuple(target.view(index, 0) == draft.view(index, 0) for index in range(2 * draft.layers)))
+            if isinstance(target, OrtKV) and isinstance(draft, OrtKV):  # they are there once something was drafted
+                shared = [target.view(index, 0) == draft.view(index, 0) for index in range(2 * draft.layers)]
+                self.places.add(tuple(shared))
             return trees
 
         patch.setattr(OrtKV, "allocate", classmethod(allocating))
@@ -255,8 +269,9 @@ def load(method: str | None = SKIP, **options: Any) -> LLM:
 
 
 def test_a_batch_allocates_the_targets_cache_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, watched = [*PROMPTS, [5] * 300], Watched(monkeypatch)  # the last one makes the cache grow
-    held = []
+    prompts, held = [*PROMPTS, [5] * 300], []  # the last prompt makes the cache grow
+    skip_bundle()  # its export allocates, too
+    watched = Watched(monkeypatch)
     for method in (None, SKIP):
         with load(method) as llm:
             llm.generate(prompts, params())
@@ -302,7 +317,7 @@ def test_what_lies_behind_the_committed_slots_changes_no_bit(monkeypatch: pytest
     def soiling(self: CachedModel, inputs: Sequence[Any], first_row: int) -> np.ndarray:
         if not isinstance(self, BorrowedModel) and self.kv is not None:
             for array in self.kv._memory.host:  # type: ignore[attr-defined]
-                for row in range(first_row, first_row + len(inputs)):
+                for row in range(first_row, min(first_row + len(inputs), self.kv.rows)):
                     array[row, :, int(self.lens[row]) :] = 1e4
             soiled.append(len(inputs))
         return run(self, inputs, first_row)
@@ -328,7 +343,9 @@ def test_drafts_are_accepted_and_rejected_and_the_text_stays() -> None:
 def test_rows_that_end_at_different_times_keep_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows join, leave and change places in the target's cache; each gets the proposals that it gets alone."""
     watched = Watched(monkeypatch)
-    each = [params(max_new_tokens=count, temperature=1.0, seed=count) for count in (3, 30, 11, 1, 17, 8, 2, 40, 5, 9, 21)]
+    each = [
+        params(max_new_tokens=count, temperature=1.0, seed=count) for count in (3, 30, 11, 1, 17, 8, 2, 40, 5, 9, 21)
+    ]
     prompts = [long_prompt(7 + 3 * index) for index in range(len(each))]
     with load() as llm:
         alone = [llm.generate([prompt], own)[0] for prompt, own in zip(prompts, each, strict=True)]

@@ -406,7 +406,13 @@ def test_exact_is_refused_where_the_gate_failed(broken: Path) -> None:
 
 
 STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
-TREES = [("model", "dynamic"), ("ngram", "dynamic"), ("model", STATIC), ("layerskip:1", "dynamic"), ("layerskip:1", STATIC)]
+TREES = [
+    ("model", "dynamic"),
+    ("ngram", "dynamic"),
+    ("model", STATIC),
+    ("layerskip:1", "dynamic"),
+    ("layerskip:1", STATIC),
+]
 
 
 @pytest.mark.parametrize(("method", "tree"), TREES, ids=["dynamic", "ngram", "static", "layerskip", "layerskip static"])

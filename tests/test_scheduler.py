@@ -54,9 +54,7 @@ def drafter_of(
     }[form]
     ranked = form == "top"
     if name in ("layers", "skip"):
-        return lambda target: LayerSkipDrafter(
-            BorrowedModel(engine, target, min_width=2), shape, deterministic=ranked
-        )
+        return lambda target: LayerSkipDrafter(BorrowedModel(engine, target, min_width=2), shape, deterministic=ranked)
     model = WatchedModel(engine, max_rows=max_rows, min_width=2)
     return ModelDrafter(model, shape, vocab, min(vocab, spec.vocab_size), deterministic=ranked)
 
