@@ -160,6 +160,13 @@ class Manifest(_Record, frozen=True):
     tools: dict[str, str]
     files: dict[str, FileRecord]
 
+    def models(self) -> Iterator[tuple[str, Model]]:
+        """Yield what each model is called in reports, and the model: `target`, `draft`, `layerskip:8`."""
+        yield "target", self.target
+        for method, drafter in self.drafters.items():
+            if not isinstance(drafter, NgramDrafter):
+                yield "draft" if method == "model" else method, drafter.model
+
 
 def encode(manifest: Manifest) -> bytes:
     """Return the manifest as indented JSON, keys in declaration order, files sorted by name."""
@@ -229,15 +236,12 @@ def _needed(manifest: Manifest) -> Iterator[str]:
     yield "tokenizer.json"
     if manifest.tokenizer.has_chat_template:
         yield "chat_template.jinja"
-    models = [drafter.model for drafter in manifest.drafters.values() if isinstance(drafter, ModelDrafter)]
-    for model in (manifest.target, *models):
+    for name, model in manifest.models():
         for variant in model.variants.values():
             yield variant.graph
-            yield f"{variant.graph}.data"
+            if not isinstance(manifest.drafters.get(name), LayerSkipDrafter):  # its data file is the target's
+                yield f"{variant.graph}.data"
             yield from (plan.file for plan in variant.plans.values())
-    for drafter in manifest.drafters.values():
-        if isinstance(drafter, LayerSkipDrafter):  # its data file is the target's
-            yield from (variant.graph for variant in drafter.model.variants.values())
 
 
 def _check_versions(path: Path, raw: bytes) -> None:

@@ -24,7 +24,7 @@ from specdec.export.options import DEFAULT_BACKENDS, DEFAULT_DRAFTERS, DRAFTERS,
 from specdec.export.recipes import BACKENDS, PRECISIONS
 
 if TYPE_CHECKING:
-    from specdec.engines.manifest import Manifest, Model
+    from specdec.engines.manifest import Manifest
 
 PROG = "specdec-export"
 EXTRA_MODULES = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "gguf", "accelerate", "rich")
@@ -211,13 +211,7 @@ def _summary(options: ExportOptions, manifest: "Manifest", seconds: float) -> st
     lines = [
         f"{options.output}: {size / 2**20:.0f} MiB, drafters: {', '.join(manifest.drafters) or 'none'}, {seconds} s"
     ]
-    models: list[tuple[str, Model]] = [("target", manifest.target)]
-    models += [
-        ("draft" if method == "model" else method, drafter.model)
-        for method, drafter in manifest.drafters.items()
-        if hasattr(drafter, "model")
-    ]
-    for role, model in models:
+    for role, model in manifest.models():
         for variant in model.variants.values():
             parity, bits = variant.parity, variant.invariance
             lines.append(

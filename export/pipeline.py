@@ -77,7 +77,6 @@ class _Job:
     checkpoint: Checkpoint
     tokenizer: TokenizerFiles
     recipe: Recipe
-
     depths: tuple[int, ...] = ()
 
     @property

@@ -12,7 +12,7 @@ import msgspec
 
 from specdec.engines.costs import PassCost, pass_costs
 from specdec.engines.damage import Damage
-from specdec.engines.manifest import LayerSkipDrafter, Manifest, Model, ModelDrafter
+from specdec.engines.manifest import Manifest
 from specdec.engines.registry import EngineConfig, open_engine
 
 SHOWN = (1, 2, 4, 8)  # tokens of a pass, in the text; batch 1
@@ -48,12 +48,7 @@ def report_text(report: list[EngineReport]) -> str:
 
 
 def _engines(bundle: Path, manifest: Manifest) -> Iterator[EngineReport]:
-    models: list[tuple[str, Model]] = [("target", manifest.target)]
-    models += [("draft", record.model) for record in manifest.drafters.values() if isinstance(record, ModelDrafter)]
-    for method, record in manifest.drafters.items():
-        if isinstance(record, LayerSkipDrafter):
-            models.append((method, record.model))
-    for role, model in models:
+    for role, model in manifest.models():
         for precision, variant in model.variants.items():
             if model.spec.dtype == "bfloat16":
                 continue  # no engine here runs it

@@ -236,10 +236,10 @@ def bundle_view(manifest: Manifest, variant: str, *, size: int | None, end: int,
         drafters=drafters,
         limits=msgspec.structs.replace(manifest.limits, max_batch=max_batch),
         tokenizer=msgspec.structs.replace(manifest.tokenizer, has_chat_template=False, eos_token_ids=[end]),
-        files={name: FileRecord(sha256="0" * 64, bytes=0) for name in _files(target, drafters.values())},
     )
+    files = {name: FileRecord(sha256="0" * 64, bytes=0) for name in _files(made)}
     with TemporaryDirectory(prefix="specdec-verify-") as folder:
-        (Path(folder) / MANIFEST_NAME).write_bytes(encode(made))
+        (Path(folder) / MANIFEST_NAME).write_bytes(encode(msgspec.structs.replace(made, files=files)))
         (Path(folder) / "tokenizer.json").write_text(_TOKENIZER, encoding="utf-8")
         yield Path(folder)
 
@@ -252,10 +252,9 @@ def _model(model: Model, variant: Variant, graph: str, size: int | None) -> Mode
     )
 
 
-def _files(target: Model, drafters: Iterable[object]) -> Iterator[str]:
+def _files(manifest: Manifest) -> Iterator[str]:
     yield "tokenizer.json"
-    with_models = (record for record in drafters if isinstance(record, ModelDrafter | LayerSkipDrafter))
-    for model in (target, *(record.model for record in with_models)):
+    for _, model in manifest.models():
         for variant in model.variants.values():
             yield variant.graph
             yield f"{variant.graph}.data"

@@ -23,7 +23,7 @@ from specdec.engines.command import CommandParser, run_command
 from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import RequestError
 from specdec.engines.invariance import kernel_noise, tree_noise
-from specdec.engines.manifest import LayerSkipDrafter, ModelDrafter, read_manifest, verify_files
+from specdec.engines.manifest import read_manifest, verify_files
 from specdec.engines.prompts import PROMPTS
 from specdec.engines.registry import EngineConfig, backends, open_engine, with_plans
 from specdec.runtime import LLM, SpeculativeConfig
@@ -195,10 +195,7 @@ class Verification:
 
     def _plans(self, graph: Path) -> EngineConfig:
         """How to open `graph`: the user's choice, and the plans that were compiled from it."""
-        models = [self.manifest.target]
-        records = self.manifest.drafters.values()
-        models += [record.model for record in records if isinstance(record, ModelDrafter | LayerSkipDrafter)]
-        variants = (variant for model in models for variant in model.variants.values())
+        variants = (variant for _, model in self.manifest.models() for variant in model.variants.values())
         made_from_it = next(variant for variant in variants if self.bundle / variant.graph == graph)
         return with_plans(self.config, self.bundle, made_from_it)
 
