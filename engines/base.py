@@ -51,6 +51,14 @@ class KVBuffers(Protocol):
         """Bytes held."""
         ...
 
+    @property
+    def hidden(self) -> FloatArray:
+        """Hidden states [B, S, taps * H] of the last pass on these buffers, valid until the next one.
+
+        Raises `EngineError` when the engine has none (`ModelSpec.taps`).
+        """
+        ...
+
     def grow(self, rows: int, capacity: int, used: int) -> None:
         """Reallocate to `rows` and `capacity` (both at least the present ones); slots below `used` keep their content.
 

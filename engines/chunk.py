@@ -10,19 +10,21 @@ from functools import lru_cache
 
 import numpy as np
 
-from specdec.engines.contract import BoolArray, Chunk, IntArray
+from specdec.engines.contract import BoolArray, Chunk, FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)
 class RowInput:
     """What one row feeds in a pass: `tokens` after its committed ones; logits are wanted of the last `logits` of them.
 
-    `parents` (indices into `tokens`, -1 for the first) is None for a chain.
+    `parents` (indices into `tokens`, -1 for the first) is None for a chain. `features` [tokens, F], if the model takes
+    them; every row has them then, or none.
     """
 
     tokens: Sequence[int]
     logits: int
     parents: Sequence[int] | None = None
+    features: FloatArray | None = None
 
 
 def pack(inputs: Sequence[RowInput], past_lens: IntArray, min_width: int, max_length: int) -> Chunk:
@@ -40,6 +42,8 @@ def pack(inputs: Sequence[RowInput], past_lens: IntArray, min_width: int, max_le
     mask = np.empty((rows, width, width), np.bool_)
     mask[:] = _triangle(width)
     indices = np.zeros((rows, wanted), np.int64)
+    sizes = {row.features.shape[1] for row in inputs if row.features is not None}
+    features = np.zeros((rows, width, *sizes), np.float32) if sizes else None
     for b, row in enumerate(inputs):
         count = len(row.tokens)
         ids[b, :count] = row.tokens
@@ -48,7 +52,9 @@ def pack(inputs: Sequence[RowInput], past_lens: IntArray, min_width: int, max_le
             mask[b, :count, :count] = ancestors
             positions[b, :count] = past_lens[b] + depths
         indices[b, : row.logits] = np.arange(count - row.logits, count)
-    return Chunk(ids, np.minimum(positions, max_length - 1), past_lens, mask, indices)
+        if features is not None and row.features is not None:
+            features[b, :count] = row.features
+    return Chunk(ids, np.minimum(positions, max_length - 1), past_lens, mask, indices, features)
 
 
 def nodes_to(parents: Sequence[int], node: int) -> list[int]:

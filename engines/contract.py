@@ -4,7 +4,7 @@ Every backend runs the same graph inputs and outputs. KV slots are fixed and wri
 lies below `past_lens[row]`, so rolling back is passing a smaller number. This module knows shapes and names only: no
 engine, no sampling, no files.
 
-Tensors (B rows, S chunk tokens, N positions with logits, C cache capacity, V logits size):
+Tensors (B rows, S chunk tokens, N positions with logits, C cache capacity, V logits size, F features):
 
 =============================  ==============  ===============================================================
 `input_ids`                    int64 [B, S]    tokens of this chunk; shorter rows are right-padded
@@ -12,8 +12,10 @@ Tensors (B rows, S chunk tokens, N positions with logits, C cache capacity, V lo
 `past_lens`                    int64 [B]       committed tokens in the cache = first slot that this chunk writes
 `chunk_mask`                   bool [B, S, S]  `[b, i, j]`: token i attends token j (itself and its ancestors)
 `logit_indices`                int64 [B, N]    chunk positions that get logits
+`features` (drafters)          float [B, S, F]: what the target's layers left at the token before each of the chunk's
 `past_key_values.{l}.key`      float [B, H_kv, C, D], likewise `.value`: the cache buffers
 `logits`                       float [B, N, V], float32 in a bfloat16 graph
+`hidden` (optional)            float [B, S, taps * hidden size]: hidden states of every token, one tap after another
 `present.{l}.key`              float [B, H_kv, C, D], likewise `.value`: bound to the memory of the inputs
 =============================  ==============  ===============================================================
 """
@@ -33,6 +35,8 @@ OPSET = 24
 
 CHUNK_INPUTS = ("input_ids", "position_ids", "past_lens", "chunk_mask", "logit_indices")
 LOGITS = "logits"
+HIDDEN = "hidden"
+FEATURES = "features"
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 ITEMSIZE: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes; numpy has no bfloat16
@@ -48,6 +52,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     `vocab_size` counts the ids that the tokenizer knows; logits from there up to `logits_size` are padding of the
     checkpoint and are never emitted. `max_length` is the largest number of tokens (prompt and answer) of a row.
+    `taps`: where the hidden states of the output `hidden` are read, in its order: "final" is what the head reads, "7"
+    what the first seven layers leave. `features`: size F of the input `features`; 0: there is none.
     """
 
     num_layers: _Positive
@@ -58,6 +64,23 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     vocab_size: _Positive
     max_length: _Positive
     dtype: Dtype = "float32"
+    taps: tuple[str, ...] = ()
+    features: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    @property
+    def tapped_size(self) -> int:
+        """Size of a token's hidden states at all taps."""
+        return len(self.taps) * self.hidden_size
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the inputs beside the cache, in graph order."""
+        return (*CHUNK_INPUTS, FEATURES) if self.features else CHUNK_INPUTS
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs beside the cache, in graph order."""
+        return (LOGITS, HIDDEN) if self.taps else (LOGITS,)
 
     def kv_bytes(self, rows: int, capacity: int) -> int:
         """Bytes of the cache buffers of `rows` rows and `capacity` slots."""
@@ -88,6 +111,7 @@ class Chunk:
     past_lens: IntArray  # [B]
     chunk_mask: BoolArray  # [B, S, S]
     logit_indices: IntArray  # [B, N]
+    features: FloatArray | None = None  # [B, S, F], if the model takes them
 
     @property
     def rows(self) -> int:
@@ -108,6 +132,9 @@ class Chunk:
         shapes = (self.position_ids.shape, self.past_lens.shape, self.chunk_mask.shape, self.logit_indices.shape[:1])
         if shapes != ((b, s), (b,), (b, s, s), (b,)) or self.logit_indices.ndim != 2:
             raise ContractError(f"chunk shapes disagree: input_ids {(b, s)}, others {shapes}")
+        given, wanted = None if self.features is None else self.features.shape, (b, s, spec.features)
+        if given != (wanted if spec.features else None):
+            raise ContractError(f"the chunk's features are {given}, the model takes {wanted}")
         if not 0 < b <= rows:
             raise ContractError(f"chunk of {b} rows on a cache of {rows}")
         if int(self.past_lens.min()) < 0 or int(self.past_lens.max()) + s > capacity:

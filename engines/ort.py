@@ -19,6 +19,8 @@ import onnxruntime as ort  # noqa: TID253 - this module is the ONNX Runtime boun
 from specdec.engines.base import Capabilities, KVBuffers
 from specdec.engines.contract import (
     CHUNK_INPUTS,
+    FEATURES,
+    HIDDEN,
     LOGITS,
     Chunk,
     Dtype,
@@ -77,6 +79,7 @@ class OrtKV:
         self.layers = spec.num_layers
         self._spec, self._memory = spec, memory
         self._scratch = np.empty(0, spec.logits_dtype)
+        self._hidden: FloatArray | None = None
 
     @classmethod
     def allocate(cls, spec: ModelSpec, device: str, rows: int, capacity: int) -> "OrtKV":
@@ -98,6 +101,13 @@ class OrtKV:
     def nbytes(self) -> int:
         """Bytes held, those of its own layers alone."""
         return self._spec.kv_bytes(self.rows, self.capacity)
+
+    @property
+    def hidden(self) -> FloatArray:
+        """See `KVBuffers.hidden`."""
+        if self._hidden is None:
+            raise EngineError("no hidden states: the graph has no taps, or no pass was made")
+        return self._hidden
 
     @property
     def bindings(self) -> dict[tuple[int, int, int], ort.IOBinding]:
@@ -155,6 +165,11 @@ class OrtKV:
             self._scratch = np.empty(size, self._scratch.dtype)
         return self._scratch[:size].reshape(shape)
 
+    def hidden_memory(self, shape: tuple[int, ...]) -> FloatArray:
+        """New host memory for the hidden states of one pass, which `hidden` returns from now on."""
+        self._hidden = np.empty(shape, self._spec.dtype)
+        return self._hidden
+
 
 class OrtEngine:
     """One ONNX graph in one ONNX Runtime session."""
@@ -193,9 +208,14 @@ class OrtEngine:
         binding = self._binding(session, kv, first_row, chunk.rows)
         for name in CHUNK_INPUTS:
             binding.bind_cpu_input(name, getattr(chunk, name))
+        if self.spec.features:
+            binding.bind_cpu_input(FEATURES, np.ascontiguousarray(chunk.features, self._dtype))
         shape = (*chunk.logit_indices.shape, self.spec.logits_size)  # [B, N, V]
         logits = kv.logits_memory(shape)
         binding.bind_output(LOGITS, "cpu", 0, self._logits_dtype.type, shape, logits.ctypes.data)
+        if self.spec.taps:
+            shape = (chunk.rows, chunk.width, self.spec.tapped_size)
+            binding.bind_output(HIDDEN, "cpu", 0, self._dtype.type, shape, kv.hidden_memory(shape).ctypes.data)
         try:
             session.run_with_iobinding(binding)
         except Exception as exc:  # onnxruntime raises classes of its own that share no public base
@@ -262,14 +282,19 @@ def _check_contract(session: ort.InferenceSession, spec: ModelSpec, past: list[s
     """Compare the graph's inputs and outputs with the contract: names, types and fixed axes of cache and logits."""
     inputs = {value.name: value for value in session.get_inputs()}
     outputs = [value.name for value in session.get_outputs()]
-    if set(inputs) != {*CHUNK_INPUTS, *past} or outputs != [LOGITS, *present]:
-        odd = sorted(set(inputs) ^ {*CHUNK_INPUTS, *past}) + sorted(set(outputs) ^ {LOGITS, *present})
+    if set(inputs) != {*spec.inputs, *past} or outputs != [*spec.outputs, *present]:
+        odd = sorted(set(inputs) ^ {*spec.inputs, *past}) + sorted(set(outputs) ^ {*spec.outputs, *present})
         raise ContractError(f"the graph does not keep the engine contract: {', '.join(odd[:5]) or 'order of outputs'}")
     for name in past:
         value = inputs[name]
         fixed = (value.shape[1], value.shape[3])
         if value.type != _ORT_TYPES[spec.dtype] or fixed != (spec.num_kv_heads, spec.head_dim):
             raise ContractError(f"{name} is {value.type} {value.shape}, the manifest says {spec.dtype}, {fixed}")
+    sizes = [(FEATURES, inputs[FEATURES], spec.features)] if spec.features else []
+    sizes += [(HIDDEN, session.get_outputs()[1], spec.tapped_size)] if spec.taps else []
+    for name, value, size in sizes:
+        if value.type != _ORT_TYPES[spec.dtype] or value.shape[2] != size:
+            raise ContractError(f"{name} is {value.type} {value.shape}, the manifest says {spec.dtype}, {size} wide")
     logits = session.get_outputs()[0]
     if logits.type != _ORT_TYPES[spec.logits_dtype] or logits.shape[2] != spec.logits_size:
         said = f"{spec.logits_dtype}, {spec.logits_size} wide"

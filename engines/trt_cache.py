@@ -75,6 +75,11 @@ class TrtKV:
                     self._copy_slots(base + place * self._slot, base + slot * self._slot, 1)
         self._cuda.synchronize()
 
+    @property
+    def hidden(self) -> FloatArray:
+        """See `KVBuffers.hidden`."""
+        raise EngineError("TensorRT plans have no hidden states: run this drafter on backend ort")
+
     def first_layers(self, layers: int) -> "TrtKV":
         """See `KVBuffers.first_layers`: plans are built for one model each, none for a part of it."""
         raise EngineError(f"a TensorRT engine does not share its cache with one of {layers} layers: use backend ort")

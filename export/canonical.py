@@ -8,7 +8,17 @@ from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
-from specdec.engines.contract import CHUNK_INPUTS, LOGITS, OPSET, Dtype, ModelSpec, past_names, present_names
+from specdec.engines.contract import (
+    CHUNK_INPUTS,
+    FEATURES,
+    HIDDEN,
+    LOGITS,
+    OPSET,
+    Dtype,
+    ModelSpec,
+    past_names,
+    present_names,
+)
 from specdec.engines.errors import ExportError
 
 AXES = ("batch", "chunk", "num_logits", "capacity")
@@ -18,6 +28,7 @@ REAL: dict[Dtype, ir.DataType] = {
     "float16": ir.DataType.FLOAT16,
     "bfloat16": ir.DataType.BFLOAT16,
 }
+_Named = tuple[str, list[int | str]]
 _Expected = tuple[str, ir.DataType, list[int | str]]
 
 
@@ -95,6 +106,8 @@ def _contract_ends(spec: ModelSpec) -> tuple[list[_Expected], list[_Expected]]:
     rows, width, positions, capacity = AXES
     integer, real = ir.DataType.INT64, REAL[spec.dtype]
     cache: list[int | str] = [rows, spec.num_kv_heads, capacity, spec.head_dim]
+    features: list[_Named] = [(FEATURES, [rows, width, spec.features])] if spec.features else []
+    hidden: list[_Named] = [(HIDDEN, [rows, width, spec.tapped_size])] if spec.taps else []
     ids, position_ids, past_lens, chunk_mask, logit_indices = CHUNK_INPUTS
     inputs: list[_Expected] = [
         (ids, integer, [rows, width]),
@@ -102,10 +115,12 @@ def _contract_ends(spec: ModelSpec) -> tuple[list[_Expected], list[_Expected]]:
         (past_lens, integer, [rows]),
         (chunk_mask, ir.DataType.BOOL, [rows, width, width]),
         (logit_indices, integer, [rows, positions]),
+        *((name, real, axes) for name, axes in features),
         *((name, real, cache) for name in past_names(spec.num_layers)),
     ]
     outputs: list[_Expected] = [
         (LOGITS, REAL[spec.logits_dtype], [rows, positions, spec.logits_size]),
+        *((name, real, axes) for name, axes in hidden),
         *((name, real, cache) for name in present_names(spec.num_layers)),
     ]
     return inputs, outputs

@@ -65,6 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="weights not to quantize, by their names in the checkpoint, as 'model.layers.0.*'; repeatable",
     )
     parser.add_argument(
+        "--tap",
+        metavar="TAP",
+        action="append",
+        help="hidden state that the target hands out: final, or after how many layers; repeatable",
+    )
+    parser.add_argument(
         "--calibration",
         metavar="FILE",
         type=Path,
@@ -127,6 +133,7 @@ def _export(arguments: argparse.Namespace) -> int:
     settings["backends"] = tuple(settings.pop("backend") or DEFAULT_BACKENDS)
     settings["archs"] = tuple(settings.pop("arch") or ())
     settings["keep"] = tuple(settings.pop("keep") or ())
+    settings["taps"] = tuple(settings.pop("tap") or ())
     options = ExportOptions(**settings)
     if not arguments.debug:
         _hush()

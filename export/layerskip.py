@@ -18,6 +18,7 @@ from specdec.engines.errors import ExportError
 from specdec.export.canonical import CanonicalForm
 from specdec.export.layers import LAYER, decoder_layers
 from specdec.export.passes import run_passes
+from specdec.export.taps import drop_taps
 
 
 def first_layers(model: ir.Model, layers: int) -> ir.Model:
@@ -28,6 +29,7 @@ def first_layers(model: ir.Model, layers: int) -> ir.Model:
     """
     cut = model.clone()
     graph = cut.graph
+    drop_taps(cut)
     left = {value.meta[LAYER]: value for node in graph for value in node.outputs if LAYER in value.meta}
     depth = max(left, default=-1) + 1
     if not 1 <= layers < depth or layers - 1 not in left:

@@ -25,7 +25,8 @@ class ExportOptions:
 
     `archs`: GPU architectures ("sm89") to compile for. `workspace`: MiB of GPU memory that a layer may use (None: the
     library's default). `calibration`: prompts that scales are chosen on (None: the built-in ones). `keep`: patterns of
-    weights that are not quantized. Raises `RequestError` for a name that is unknown, a limit below one, or a precision
+    weights that are not quantized. `taps`: hidden states that the target hands out, "final" or after how many layers.
+    Raises `RequestError` for a name that is unknown, a limit below one, or a precision
     that one of `backends` or `archs` does not take.
     """
 
@@ -39,6 +40,7 @@ class ExportOptions:
     workspace: int | None = None
     calibration: Path | None = None
     keep: tuple[str, ...] = ()
+    taps: tuple[str, ...] = ()
     max_batch: int = 8
     max_length: int | None = None
     max_tree: int = 64
@@ -60,6 +62,11 @@ class ExportOptions:
         if self.workspace is not None and not set(self.backends) & set(TENSORRT):
             raise RequestError(f"--workspace is of {' and '.join(TENSORRT)}: name one of them with --backend")
         check_drafters(self.drafters)
+        for tap in self.taps:
+            if not re.fullmatch(r"final|[1-9][0-9]*", tap) or self.taps.count(tap) > 1:
+                raise RequestError(f"tap {tap} must be final or a number of layers, as in 7, and stand once")
+        if self.taps and (ORT[0] not in self.backends or self.precision == "bf16"):
+            raise RequestError("hidden states (--tap) are handed out on backend ort alone, which has no bf16: add it")
         if skip_depths(self.drafters) and ORT[0] not in self.backends:
             raise RequestError("drafter layerskip shares the target's cache, which backend ort alone can: add it")
         for name, value in (

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import onnx_ir as ir
 import torch
+from msgspec.structs import replace as replace_fields
 
 from specdec.engines.base import Engine
 from specdec.engines.contract import CONTRACT_VERSION, ITEMSIZE, FloatArray, ModelSpec
@@ -52,6 +52,7 @@ from specdec.export.pair import check_pair
 from specdec.export.precision import check_keep, dequantize, prepare, quantize_graph, without_rounding
 from specdec.export.recipes import ORT, TENSORRT, Recipe, find_recipe
 from specdec.export.sources import Checkpoint, open_checkpoint
+from specdec.export.taps import add_taps, check_taps
 from specdec.export.tensorrt import build_plans, known_architectures
 from specdec.export.tokenizer import TokenizerFiles, read_tokenizer
 from specdec.export.trace import TORCH_DTYPES, model_spec, trace
@@ -70,7 +71,8 @@ TOOLS = ("specdec", "torch", "transformers", "onnx-ir", "onnxscript", "onnxrunti
 class _Job:
     """One model of the bundle on its way: `role` names its folder and its stages.
 
-    `depths`: how many of its first layers draft for it, for every `layerskip` drafter.
+    `depths`: how many of its first layers draft for it, for every `layerskip` drafter. `taps`: hidden states that its
+    graph hands out.
     """
 
     role: str
@@ -78,6 +80,7 @@ class _Job:
     tokenizer: TokenizerFiles
     recipe: Recipe
     depths: tuple[int, ...] = ()
+    taps: tuple[str, ...] = ()
 
     @property
     def precision(self) -> str:
@@ -87,7 +90,7 @@ class _Job:
     def spec(self) -> ModelSpec:
         config = self.checkpoint.config
         known = min(self.tokenizer.vocab_size, text_config(config).vocab_size)
-        return model_spec(config, known, self.recipe.dtype)
+        return replace_fields(model_spec(config, known, self.recipe.dtype), taps=self.taps)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text that the model knows, cut to its context."""
@@ -163,19 +166,20 @@ def memory_need(spec: ModelSpec, weights: int, *, quantized: bool = False) -> in
 def _resolve(options: ExportOptions, progress: Progress) -> tuple[_Job, _Job | None, int]:
     """Open and check the checkpoints; return target, draft (None: none, or the target itself) and the shared ids."""
     target = _open_job("target", options.model, options.precision, options, progress, revision=options.revision)
-    target = replace(target, depths=skip_depths(options.drafters))
+    target = replace(target, depths=skip_depths(options.drafters), taps=options.taps)
     for depth in target.depths:
         if depth >= target.spec.num_layers:
             raise RequestError(
                 f"drafter layerskip:{depth} has to skip a layer: the model has {target.spec.num_layers}, "
                 f"choose 1 to {target.spec.num_layers - 1}"
             )
+    check_taps(target.taps, target.spec.num_layers)
     source = draft_source(options.drafters)
     if source is None:
         return target, None, 0
     precision = options.draft_precision or options.precision
     if source == options.model:  # the target as its own draft: nothing to read, and at equal precision nothing to write
-        draft = replace(target, role="drafter", depths=(), recipe=find_recipe(precision, options.backends))
+        draft = replace(target, role="drafter", depths=(), taps=(), recipe=find_recipe(precision, options.backends))
     else:
         draft = _open_job("drafter", source, precision, options, progress, revision=None)
     shared = min(check_pair(target.tokenizer, draft.tokenizer), target.spec.vocab_size, draft.spec.vocab_size)
@@ -251,7 +255,7 @@ def _export_model(
             write_graph(graph, model.state_dict(), path, progress.advance, grids)
             plans = _compile(job, bundle, name, options, limits, progress)
         if ORT[0] in options.backends:
-            lower_for_ort(graph, spec)
+            lower_for_ort(add_taps(graph, spec), spec)
             write_graph(graph, model.state_dict(), path, progress.advance, grids)
         oracle, shape = path, spec
         if recipe.dtype == "bfloat16":  # ONNX Runtime's CPU has no kernels: the same weights run in float32
@@ -285,7 +289,7 @@ def _cut_out(
     job: _Job, graph: ir.Model, bundle: Path, whole: str, depth: int, expected: Reference, tokens: Sequence[int]
 ) -> LayerSkipDrafter:
     """Write the first layers of `graph` beside it, in the bundle's file `whole`, and pass them through the gates."""
-    path, spec = bundle / whole, msgspec.structs.replace(job.spec, num_layers=depth)
+    path, spec = bundle / whole, replace_fields(job.spec, num_layers=depth, taps=())
     own = path.with_name(f"layerskip-{depth}.onnx")
     cut = first_layers(graph, depth)
     save_graph(cut, own, f"{path.name}.data", graph)

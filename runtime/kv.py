@@ -23,16 +23,18 @@ class CachedModel:
     """One engine with the cache of up to `max_rows` rows.
 
     `min_width`: fewest positions of a pass; 2 keeps the bits of an engine whose one-token kernels differ (`exact`).
+    `keeps_hidden`: the hidden states of what is committed are kept until they are taken (`take_hidden`).
     `seconds`: time spent in the engine so far.
     """
 
-    def __init__(self, engine: Engine, *, max_rows: int, min_width: int) -> None:
+    def __init__(self, engine: Engine, *, max_rows: int, min_width: int, keeps_hidden: bool = False) -> None:
         self.engine = engine
         self.max_rows = max_rows
         self.min_width = min_width
         self.rows = 0
         self.lens = np.zeros(max_rows, np.int64)  # committed tokens of each row
         self.seconds = 0.0
+        self._kept: list[list[FloatArray]] | None = [] if keeps_hidden else None  # by row
         self._kv: KVBuffers | None = None
 
     @property
@@ -45,11 +47,19 @@ class CachedModel:
         """The buffers in use, None before the first row."""
         return self._kv
 
+    @property
+    def hidden(self) -> FloatArray:
+        """Hidden states [rows, S, taps * H] of the last pass, valid until the next one."""
+        assert self._kv is not None, "a pass came before"
+        return self._kv.hidden
+
     def add_row(self) -> int:
         """Open the next row, empty; return its index."""
         if self.rows == self.max_rows:
             raise ValueError(f"all {self.max_rows} rows are in use")
         self.lens[self.rows] = 0
+        if self._kept is not None:
+            self._kept.append([])
         self.rows += 1
         return self.rows - 1
 
@@ -60,14 +70,23 @@ class CachedModel:
             if self._kv is not None and self.lens[last] > 0:  # an empty row may lie beyond the buffers
                 self._kv.move_row(last, row, int(self.lens[last]))
             self.lens[row] = self.lens[last]
+        if self._kept is not None:
+            self._kept[row] = self._kept[last]
+            self._kept.pop()
         self.rows = last
 
-    def prefill(self, row: int, tokens: Sequence[int]) -> None:
-        """Commit `tokens` to `row`, in passes of `PREFILL_WIDTH` that leave the other rows alone."""
+    def prefill(self, row: int, tokens: Sequence[int], features: FloatArray | None = None) -> None:
+        """Commit `tokens` to `row`, in passes of `PREFILL_WIDTH` that leave the other rows alone.
+
+        features [len(tokens), F], if the model takes them.
+        """
         for start in range(0, len(tokens), PREFILL_WIDTH):
-            part = tokens[start : start + PREFILL_WIDTH]
-            self._run([RowInput(part, 0)], row)
-            self.lens[row] += len(part)
+            part = slice(start, start + PREFILL_WIDTH)
+            fed = RowInput(tokens[part], 0, features=None if features is None else features[part])
+            self._run([fed], row)
+            if self._kept is not None:
+                self._kept[row].append(self.hidden[0, : len(fed.tokens)].copy())
+            self.lens[row] += len(fed.tokens)
 
     def step(self, inputs: Sequence[RowInput]) -> list[FloatArray]:
         """Score one input per active row in one pass; commits nothing.
@@ -97,7 +116,16 @@ class CachedModel:
             assert self._kv is not None, "a pass came before"
             start = int(self.lens[row])
             self._kv.move_slots(row, start + np.asarray(nodes[kept:], np.int64), start + kept)
+        if self._kept is not None:
+            self._kept[row].append(self.hidden[row, list(nodes)])
         self.lens[row] += len(nodes)
+
+    def take_hidden(self, row: int) -> FloatArray:
+        """Hidden states [n, taps * H] of the tokens committed to `row` since they were last taken, in order."""
+        assert self._kept is not None, "opened to keep them"
+        taken = np.concatenate(self._kept[row] or [np.empty((0, self.engine.spec.tapped_size), np.float32)])
+        self._kept[row].clear()
+        return taken
 
     def _run(self, inputs: Sequence[RowInput], first_row: int) -> FloatArray:
         past = self.lens[first_row : first_row + len(inputs)]

@@ -127,6 +127,11 @@ class TableKV:
         """Bytes held."""
         return self.tokens.nbytes
 
+    @property
+    def hidden(self) -> FloatArray:
+        """See `KVBuffers.hidden`."""
+        raise EngineError("a table has no hidden states")
+
     def grow(self, rows: int, capacity: int, used: int) -> None:
         """See `KVBuffers.grow`."""
         old, self.tokens = self.tokens, np.full((rows, capacity), -1, np.int64)

@@ -45,6 +45,10 @@ class FakeKV:
     def nbytes(self) -> int:
         return self.tokens.nbytes
 
+    @property
+    def hidden(self) -> FloatArray:
+        raise EngineError("the fake engine has no hidden states")
+
     def grow(self, rows: int, capacity: int, used: int) -> None:
         assert rows >= self.rows
         assert capacity >= self.capacity
