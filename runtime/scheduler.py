@@ -88,9 +88,9 @@ class Scheduler:
     def _release_finished(self) -> None:
         for index in reversed(range(len(self._rows))):
             if self._rows[index].finish_reason:
-                self._target.drop_row(index)
                 if self._drafter:
                     self._drafter.release(index)
+                self._target.drop_row(index)
                 self._rows[index] = self._rows[-1]
                 self._rows.pop()
 

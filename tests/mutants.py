@@ -24,7 +24,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("engines", "export", "runtime", "tools", "tests", "typing_root", "pyproject.toml")
+COPIED = ("engines", "export", "runtime", "tools", "train", "tests", "typing_root", "pyproject.toml")
 SECONDS = 120  # a run that takes longer hangs, which is an error
 
 ACCEPT, CHANCE, GROWTH, NGRAM = (f"tests/test_{name}.py::" for name in ("accept", "chance", "growth", "ngram"))

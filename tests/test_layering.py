@@ -18,6 +18,7 @@ LAYERS = {
     "export": {"export", "engines"},
     "runtime": {"runtime", "engines"},
     "tools": {"tools", "runtime", "export", "engines"},
+    "train": {"train", "runtime", "export", "engines"},
 }
 # Never in these layers, not even lazily: the lean runtime must work without them.
 LEAN_LAYERS = {"engines", "runtime"}

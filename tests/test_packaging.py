@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("engines", "export", "runtime", "tools")
+FOLDERS = ("engines", "export", "runtime", "tools", "train")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 IMPORT_SECONDS = 1.0  # what `import specdec.runtime` may take
 

@@ -28,5 +28,5 @@ class Drafter(Protocol):
         ...
 
     def release(self, index: int) -> None:
-        """Close row `index`; the last row takes its index."""
+        """Close row `index`, which the target still has; the last row takes its index."""
         ...
