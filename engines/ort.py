@@ -23,7 +23,6 @@ from specdec.engines.contract import (
     HIDDEN,
     LOGITS,
     Chunk,
-    Dtype,
     FloatArray,
     IntArray,
     ModelSpec,
@@ -31,17 +30,13 @@ from specdec.engines.contract import (
     present_names,
 )
 from specdec.engines.errors import ContractError, EngineError, EngineUnavailableError
+from specdec.engines.ort_ends import check_ends
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
     "tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
-}
-_ORT_TYPES: dict[Dtype, str] = {
-    "float32": "tensor(float)",
-    "float16": "tensor(float16)",
-    "bfloat16": "tensor(bfloat16)",
 }
 
 
@@ -186,7 +181,7 @@ class OrtEngine:
         self._dtype, self._logits_dtype = np.dtype(spec.dtype), np.dtype(spec.logits_dtype)
         self._session: ort.InferenceSession | None = _open_session(graph, provider, threads)
         self._past, self._present = list(past_names(spec.num_layers)), list(present_names(spec.num_layers))
-        _check_contract(self._session, spec, self._past, self._present)
+        check_ends(self._session, spec)
 
     def allocate(self, rows: int, capacity: int) -> OrtKV:
         """See `Engine.allocate`."""
@@ -276,26 +271,3 @@ def _in_order(name: str) -> list[str]:
     """The provider, and behind TensorRT's the one that takes the nodes which it leaves."""
     behind = [PROVIDERS["cuda"]] if name not in (PROVIDERS["cpu"], PROVIDERS["cuda"]) else []
     return [name, *(other for other in behind if other in ort.get_available_providers())]
-
-
-def _check_contract(session: ort.InferenceSession, spec: ModelSpec, past: list[str], present: list[str]) -> None:
-    """Compare the graph's inputs and outputs with the contract: names, types and fixed axes of cache and logits."""
-    inputs = {value.name: value for value in session.get_inputs()}
-    outputs = [value.name for value in session.get_outputs()]
-    if set(inputs) != {*spec.inputs, *past} or outputs != [*spec.outputs, *present]:
-        odd = sorted(set(inputs) ^ {*spec.inputs, *past}) + sorted(set(outputs) ^ {*spec.outputs, *present})
-        raise ContractError(f"the graph does not keep the engine contract: {', '.join(odd[:5]) or 'order of outputs'}")
-    for name in past:
-        value = inputs[name]
-        fixed = (value.shape[1], value.shape[3])
-        if value.type != _ORT_TYPES[spec.dtype] or fixed != (spec.num_kv_heads, spec.head_dim):
-            raise ContractError(f"{name} is {value.type} {value.shape}, the manifest says {spec.dtype}, {fixed}")
-    sizes = [(FEATURES, inputs[FEATURES], spec.features)] if spec.features else []
-    sizes += [(HIDDEN, session.get_outputs()[1], spec.tapped_size)] if spec.taps else []
-    for name, value, size in sizes:
-        if value.type != _ORT_TYPES[spec.dtype] or value.shape[2] != size:
-            raise ContractError(f"{name} is {value.type} {value.shape}, the manifest says {spec.dtype}, {size} wide")
-    logits = session.get_outputs()[0]
-    if logits.type != _ORT_TYPES[spec.logits_dtype] or logits.shape[2] != spec.logits_size:
-        said = f"{spec.logits_dtype}, {spec.logits_size} wide"
-        raise ContractError(f"{LOGITS} is {logits.type} {logits.shape}, the manifest says {said}")
