@@ -25,7 +25,8 @@ class Stats:
 
     `rounds`: target passes after the prompt. `bonus_tokens`: those that the target added itself, at most one a round.
     Times are milliseconds of wall clock. `ttft_ms` runs from submission to the first token. Rounds split into target
-    engine, drafting, and host (packing, sampling, acceptance, text); rows of a batch share them. `acceptance` is the
+    engine, drafting, and host (packing, sampling, acceptance, text); rows of a batch share them. `proposed_at` and
+    `accepted_at`: rounds whose draft was so deep, and that kept so much of it, for depth 1, 2, ... `acceptance` is the
     rule that sampled drafts are verified by, `lossless` whether the text is distributed as the target's own.
     """
 
@@ -40,8 +41,24 @@ class Stats:
     target_ms: float = 0.0
     draft_ms: float = 0.0
     host_ms: float = 0.0
+    proposed_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
     acceptance: Acceptance = "block"
     lossless: bool = True
+
+    def count_draft(self, nodes: int, depth: int, kept: int) -> None:
+        """Count a round: a draft of `nodes` nodes, `depth` deep, of which `kept` were accepted."""
+        self.rounds += 1
+        self.draft_tokens_proposed += nodes
+        for counts, reached in ((self.proposed_at, depth), (self.accepted_at, kept)):
+            counts += [0] * (depth - len(counts))
+            for place in range(reached):
+                counts[place] += 1
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of the drafts which are so deep that were kept to depth 1, 2, ..."""
+        return [kept / drafted for kept, drafted in zip(self.accepted_at, self.proposed_at, strict=True)]
 
     @property
     def mean_accepted_length(self) -> float:
@@ -59,12 +76,13 @@ class Stats:
         seconds = (self.target_ms + self.draft_ms + self.host_ms) / 1000
         return self.new_tokens / seconds if seconds > 0 else 0.0
 
-    def as_dict(self) -> dict[str, float | str]:
+    def as_dict(self) -> dict[str, float | str | list[float]]:
         """Return the figures under the names of the command line's JSON."""
         names = ("prompt_tokens", "new_tokens", "rounds", "draft_tokens_proposed", "draft_tokens_accepted",
                  "bonus_tokens", "mean_accepted_length", "acceptance_rate", "ttft_ms", "tokens_per_second",
                  "prefill_ms", "target_ms", "draft_ms", "host_ms", "acceptance", "lossless")  # fmt: skip
-        return {name: round(value, 4) if isinstance(value := getattr(self, name), float) else value for name in names}
+        found = {name: round(value, 4) if isinstance(value := getattr(self, name), float) else value for name in names}
+        return found | {"acceptance_by_position": [round(share, 4) for share in self.acceptance_by_position]}
 
 
 @dataclass(frozen=True, slots=True)

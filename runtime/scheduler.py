@@ -51,8 +51,7 @@ class Scheduler:
             path, token = accept(row, tree, scored)
             kept = (0, *(1 + node for node in path))  # the pending token and the draft tokens that were kept
             self._target.commit(index, kept)
-            row.stats.rounds += 1
-            row.stats.draft_tokens_proposed += len(tree)
+            row.stats.count_draft(len(tree), tree.depth, len(path))
             row.emit((*(tree.tokens[node] for node in path), token), scored[list(kept)])
             if not row.finish_reason:
                 assert self._target.lens[index] == len(row.tokens) - 1, "the cache holds all but the pending token"

@@ -54,6 +54,14 @@ class TokenTree:
         made = cls(tuple(path[-1] for path in paths), tuple(nodes[path[:-1]] for path in paths))
         return made.first_branch_first()
 
+    @property
+    def depth(self) -> int:
+        """Tokens on the longest branch."""
+        depths = {ROOT: 0}
+        for node, parent in enumerate(self.parents):
+            depths[node] = depths[parent] + 1
+        return max(depths.values())
+
     def first_branch_first(self) -> "TokenTree":
         """Return the same tree depth first, so that the first branch is contiguous: nodes 0, 1, 2, ..."""
         order: list[int] = []

@@ -12,11 +12,22 @@ def run(method: str, question: int, seconds: float, tokens: tuple[int, ...] = (1
 RUNS = [
     run("plain-fast", 1, 1.0, host_ms=2.0),
     run("plain", 1, 2.0),
-    run("ngram", 1, 0.5, rounds=2, proposed=8, accepted=2, host_ms=3.0),
+    run(
+        "ngram",
+        1,
+        0.5,
+        rounds=2,
+        proposed=8,
+        accepted=2,
+        host_ms=3.0,
+        draft_ms=6.0,
+        proposed_at=(2, 1),
+        accepted_at=(1, 1),
+    ),
     run("ort-genai", 1, 2.0, decoded=3, rounds=0),
     run("plain-fast", 2, 1.0, (1, 2)),
     run("plain", 2, 1.0, (1, 2)),
-    run("ngram", 2, 1.0, (1, 2), proposed=2, accepted=0),
+    run("ngram", 2, 1.0, (1, 2), proposed=2, accepted=0, proposed_at=(1,), accepted_at=(0,)),
     run("ort-genai", 2, 1.0, (1, 3), decoded=1, rounds=0),
 ]
 
@@ -43,6 +54,8 @@ def test_figures_are_ratios_of_sums() -> None:
         speedup_peers={"ort-genai": 3.0 / (4 / 3)},
         mean_accepted_length=1.0,
         acceptance_rate=None,
+        acceptance_by_position=(),
+        draft_ms_per_round=0.0,
         host_ms_per_round=2 / 6,
         identical_to_plain=2,
     )
@@ -55,6 +68,8 @@ def test_figures_are_ratios_of_sums() -> None:
         speedup_peers={"ort-genai": 3.0},
         mean_accepted_length=1.5,
         acceptance_rate=0.2,
+        acceptance_by_position=(1 / 3, 1.0),
+        draft_ms_per_round=1.5,
         host_ms_per_round=0.75,
         identical_to_plain=2,
     )
@@ -66,6 +81,8 @@ def test_figures_are_ratios_of_sums() -> None:
         speedup_peers={"ort-genai": 1.0},
         mean_accepted_length=None,
         acceptance_rate=None,
+        acceptance_by_position=(),
+        draft_ms_per_round=None,
         host_ms_per_round=None,
         identical_to_plain=1,
     )
@@ -97,10 +114,14 @@ def test_no_time_is_no_speed() -> None:
 def test_table() -> None:
     groups = {"all": summarize(RUNS)["all"][1:]}
     assert table(groups, "plain-fast").splitlines() == [
-        "prompts  method     tokens/s  vs plain-fast  vs ort-genai     τ  accepted  host ms/round  as plain",
-        "all (2)  plain          2.00          0.667         1.500  1.00         -           0.00       2/2",
-        "         ngram          4.00          1.333         3.000  1.50      0.20           0.75       2/2",
-        "         ort-genai      1.33          0.444         1.000     -         -              -       1/2",
+        "prompts  method     tokens/s  vs plain-fast  vs ort-genai     τ  accepted  by position  draft ms/round  "
+        "host ms/round  as plain",
+        "all (2)  plain          2.00          0.667         1.500  1.00         -            -            0.00  "
+        "         0.00       2/2",
+        "         ngram          4.00          1.333         3.000  1.50      0.20     .33 1.00            1.50  "
+        "         0.75       2/2",
+        "         ort-genai      1.33          0.444         1.000     -         -            -               -  "
+        "            -       1/2",
     ]
 
 

@@ -14,6 +14,7 @@ from specdec.engines.errors import BundleError, RequestError
 from specdec.runtime import LLM, EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutputsParams, kv
 from specdec.runtime.drafters.ngram import NgramDrafter
 from specdec.runtime.llm import Mode
+from specdec.runtime.request import Stats
 from specdec.runtime.tree import TokenTree
 from support.bundles import LOGITS_SIZE, MAX_LENGTH, TOKENIZER_SIZE, quantized_bundle, shared_bundle
 from support.trace import recorded_arrays, recorded_logits
@@ -98,6 +99,16 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
     llm = LLM(shared_bundle(), speculative=SpeculativeConfig(method="model", num_speculative_tokens=4))
     stats = llm.generate(PROMPTS[0], params(max_new_tokens=25))[0].stats
     assert (stats.rounds, stats.draft_tokens_proposed, stats.draft_tokens_accepted) == (5, 20, 20)
+    assert (stats.proposed_at, stats.accepted_at) == ([5] * 4, [5] * 4)
+
+
+def test_acceptance_is_counted_by_position() -> None:
+    stats = Stats()
+    for nodes, depth, kept in ((3, 3, 1), (0, 0, 0), (5, 2, 2), (1, 1, 0)):
+        stats.count_draft(nodes, depth, kept)
+    assert (stats.rounds, stats.draft_tokens_proposed) == (4, 9)
+    assert (stats.proposed_at, stats.accepted_at) == ([3, 2, 1], [2, 1, 0])
+    assert stats.acceptance_by_position == [2 / 3, 1 / 2, 0]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from specdec.engines.errors import RequestError
+from specdec.runtime import SpeculativeConfig
 from specdec.tools import measure
 from specdec.tools.figures import Run
 from specdec.tools.measure import PassCost, cost_table, interleave, main, pass_costs
@@ -154,3 +156,17 @@ def test_errors_of_the_tool(tmp_path: Path, prompts: Path, capsys: pytest.Captur
     assert "this bundle has no drafter 'medusa'" in capsys.readouterr().err
     assert main([str(tmp_path), "--pass-costs"]) == 1
     assert "is not a bundle" in capsys.readouterr().err
+
+
+def test_a_method_says_its_rule_its_tree_and_its_size() -> None:
+    read = measure._config
+    assert read("plain", 3) == (SpeculativeConfig(method=None), "")
+    assert read("ngram", None) == (SpeculativeConfig(method="ngram"), "")
+    assert read("layerskip:8@token/chain/2", 5) == (
+        SpeculativeConfig(method="layerskip:8", num_speculative_tokens=2),
+        "token",
+    )
+    assert read("model/dynamic", 5) == (SpeculativeConfig(method="model", num_speculative_tokens=5, tree="dynamic"), "")
+    for wrong in ("model/chain/x", "model/chain/2/3", "model/bush/2"):
+        with pytest.raises(RequestError):
+            read(wrong, None)

@@ -58,3 +58,9 @@ def test_tree_mask_and_positions_follow_the_ancestors() -> None:
 def test_parents_come_first() -> None:
     with pytest.raises(ValueError, match="comes before its parent"):
         pack([RowInput([1, 2, 3], 1, (-1, 2, 0))], np.array([0]), 2, 100)
+
+
+def test_depth_is_that_of_the_longest_branch() -> None:
+    assert TokenTree().depth == 0
+    assert TokenTree.chain([5, 6, 7]).depth == 3
+    assert TokenTree((5, 6, 7, 8), (-1, -1, 1, 0)).depth == 2

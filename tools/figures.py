@@ -4,16 +4,21 @@ Pure: how a run came about is not known here.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import msgspec
 
 FAST, PLAIN = "plain-fast", "plain"  # the references
 PEERS = GENAI, LLAMA = "ort-genai", "llama-cpp"  # every other method is a drafter
+SHOWN = 5  # positions of a draft in the table; all are in the JSON
 COPY_HEAVY = frozenset({"extraction", "translation", "math", "math_reasoning", "rag"})  # Spec-Bench categories
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of one method. `decoded` tokens took `seconds`; no `rounds` means that a peer does not tell them."""
+    """One answer of one method. `decoded` tokens took `seconds`; no `rounds` means that a peer does not tell them.
+
+    `proposed_at`, `accepted_at`: as in `request.Stats`.
+    """
 
     question_id: int | str
     category: str
@@ -25,6 +30,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     proposed: int = 0
     accepted: int = 0
     host_ms: float = 0.0
+    draft_ms: float = 0.0
+    proposed_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +40,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     `speedup` is against the fastest plain decoding of all runs, `speedup_peers` against each peer that ran: ratios of
     tokens/s, which is the ratio of the times where the tokens are the same. `identical_to_plain` counts prompts.
+    `acceptance_by_position`: share of the drafts at least so deep that were kept to depth 1, 2, ...
     """
 
     method: str
@@ -41,6 +50,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     speedup_peers: dict[str, float | None]
     mean_accepted_length: float | None
     acceptance_rate: float | None
+    acceptance_by_position: tuple[float, ...]
+    draft_ms_per_round: float | None
     host_ms_per_round: float | None
     identical_to_plain: int | None
 
@@ -81,6 +92,8 @@ def _figures(runs: Sequence[Run], fastest: str | None) -> list[Figures]:
                 speedup_peers={name: _ratio(speed, of_peer) for name, of_peer in peers.items()},
                 mean_accepted_length=_ratio(sum(run.decoded for run in own), rounds),
                 acceptance_rate=_ratio(sum(run.accepted for run in own), proposed),
+                acceptance_by_position=_by_position(own),
+                draft_ms_per_round=_ratio(sum(run.draft_ms for run in own), rounds),
                 host_ms_per_round=_ratio(sum(run.host_ms for run in own), rounds),
                 identical_to_plain=sum(plain[run.question_id] == run.token_ids for run in own) if plain else None,
             )
@@ -92,7 +105,7 @@ def table(groups: Mapping[str, Sequence[Figures]], fastest: str | None) -> str:
     """Render the figures as aligned plain text, one block of lines per group, a column for each peer that ran."""
     peers = [name for name in PEERS if any(name in each.speedup_peers for of in groups.values() for each in of)]
     rows = [("prompts", "method", "tokens/s", f"vs {fastest or PLAIN}", *(f"vs {name}" for name in peers), "τ",
-             "accepted", "host ms/round", f"as {PLAIN}")]  # fmt: skip
+             "accepted", "by position", "draft ms/round", "host ms/round", f"as {PLAIN}")]  # fmt: skip
     for name, figures in groups.items():
         for row, each in enumerate(figures):
             same = each.identical_to_plain
@@ -105,6 +118,8 @@ def table(groups: Mapping[str, Sequence[Figures]], fastest: str | None) -> str:
                     *(_cell(each.speedup_peers.get(name), ".3f") for name in peers),
                     _cell(each.mean_accepted_length, ".2f"),
                     _cell(each.acceptance_rate, ".2f"),
+                    " ".join(f"{share:.2f}".removeprefix("0") for share in each.acceptance_by_position[:SHOWN]) or "-",
+                    _cell(each.draft_ms_per_round, ".2f"),
                     _cell(each.host_ms_per_round, ".2f"),
                     "-" if same is None else f"{same}/{each.prompts}",
                 )
@@ -123,6 +138,14 @@ def align(rows: Sequence[Sequence[str]], left: int) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _by_position(runs: Sequence[Run]) -> tuple[float, ...]:
+    kept, drafted = (
+        [sum(of) for of in zip_longest(*(getattr(run, name) for run in runs), fillvalue=0)]
+        for name in ("accepted_at", "proposed_at")
+    )
+    return tuple(one / all_ for one, all_ in zip(kept, drafted, strict=True))
 
 
 def _speed(runs: Sequence[Run]) -> float:

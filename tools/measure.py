@@ -18,6 +18,7 @@ import msgspec
 
 from specdec.engines.command import CommandParser, positive, run_command
 from specdec.engines.costs import PASSES, PassCost, pass_costs
+from specdec.engines.errors import RequestError
 from specdec.engines.manifest import read_manifest
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.runtime.config import SpeculativeConfig
@@ -32,6 +33,7 @@ EXAMPLES = """examples:
   python -m specdec.tools.measure bundle --prompts question.jsonl --per-category 3 --json measured.json
   python -m specdec.tools.measure bundle --prompts question.jsonl --categories rag,qa --methods plain-fast,plain,ngram
   python -m specdec.tools.measure bundle --prompts question.jsonl --temperature 1 --methods model@token,model@block
+  python -m specdec.tools.measure bundle --prompts question.jsonl --methods plain,eagle/chain/2,eagle/dynamic/8
   python -m specdec.tools.measure bundle --pass-costs
   python -m specdec.tools.measure bundle --prompts question.jsonl --llama-cpp model.gguf --llama-cpp-python PYTHON
 """
@@ -75,6 +77,23 @@ def cost_table(costs: Sequence[PassCost]) -> str:
     return align(rows, left=1)
 
 
+def _config(name: str, tokens: int | None) -> tuple[SpeculativeConfig, str]:
+    """How a method called `name` speculates, and the rule of acceptance it asks for ("": the default).
+
+    A name is plain, plain-fast or DRAFTER[@RULE][/TREE[/TOKENS]]. `tokens`: where it says no number. Raises
+    `RequestError` when it is no such name.
+    """
+    if name in (FAST, PLAIN):
+        return SpeculativeConfig(method=None), ""
+    drafter, *shape = name.split("/")
+    drafter, _, rule = drafter.partition("@")
+    if len(shape) > 2 or (len(shape) == 2 and not shape[1].isdecimal()):
+        raise RequestError(f"method {name} is not DRAFTER[@RULE][/TREE[/TOKENS]], as in eagle/dynamic/8")
+    count = int(shape[1]) if len(shape) == 2 else tokens
+    tree: Any = shape[0] if shape else "chain"
+    return SpeculativeConfig(method=drafter, num_speculative_tokens=count, tree=tree), rule
+
+
 def _own_method(name: str, llm: LLM, params: SamplingParams) -> Generate:
     def generate(question: Question, ids: Sequence[int], count: int) -> Run:
         output = llm.generate(ids, replace(params, max_new_tokens=count))[0]
@@ -90,6 +109,9 @@ def _own_method(name: str, llm: LLM, params: SamplingParams) -> Generate:
             proposed=stats.draft_tokens_proposed,
             accepted=stats.draft_tokens_accepted,
             host_ms=stats.host_ms,
+            draft_ms=stats.draft_ms,
+            proposed_at=tuple(stats.proposed_at),
+            accepted_at=tuple(stats.accepted_at),
         )
 
     return generate
@@ -117,13 +139,10 @@ def _measure(args: argparse.Namespace, engine: EngineConfig, report: dict[str, A
     methods: dict[str, Generate] = {}
     with ExitStack() as stack:
         for name in names:
-            drafter, _, rule = name.partition("@")
+            config, rule = _config(name, args.num_speculative_tokens)
             sampling: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
-            params = SamplingParams(**sampling, **({"acceptance": rule} if rule else {}))
-            config = SpeculativeConfig(
-                method=None if name in (FAST, PLAIN) else drafter, num_speculative_tokens=args.num_speculative_tokens
-            )
-            mode: Mode = "fast" if name == FAST else "exact"
+            params = SamplingParams(**sampling | ({"acceptance": rule} if rule else {}))
+            mode: Mode = "fast" if name == FAST or config.branches else "exact"
             llm = LLM(args.bundle, speculative=config, mode=mode, engine=engine, verify=not methods)
             methods[name] = _own_method(name, stack.enter_context(llm), params)
         peers = open_peers(args, args.threads, stack)
@@ -159,7 +178,7 @@ def _parser() -> CommandParser:
     add("--per-category", metavar="N", type=positive, help="only the first N prompts of each")
     add("--limit", metavar="N", type=positive, help="only the first N prompts in all")
     add("--methods", metavar="A,B", type=_list, help=f"{FAST} (one-token passes), {PLAIN} (exact), drafters of the "
-        "bundle (default: all), DRAFTER@RULE for a rule of acceptance")  # fmt: skip
+        "bundle (default: all), each as DRAFTER[@RULE][/TREE[/TOKENS]]: eagle@token/dynamic/8")  # fmt: skip
     add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default)")
     add("--seed", metavar="N", type=int, default=0, help="of sampling (default %(default)s)")
     add("--num-speculative-tokens", metavar="K", type=positive, help="most draft tokens a round")
