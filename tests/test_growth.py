@@ -14,6 +14,7 @@ import pytest
 
 from specdec.engines.errors import RequestError
 from specdec.runtime.drafters.base import Drafter
+from specdec.runtime.drafters.fallback import FallbackDrafter
 from specdec.runtime.drafters.growth import DynamicShape, GrowingTree, Shape, StaticShape
 from specdec.runtime.drafters.model import ModelDrafter, most_probable_ids
 from specdec.runtime.drafters.ngram import NgramDrafter
@@ -291,6 +292,9 @@ GENERATIONS: dict[str, Callable[[], Drafter | None]] = {
     "tree of a narrow draft": lambda: small_model(StaticShape([[0], [1], [0, 0]]), vocab=2),
     "prompt lookup": lambda: NgramDrafter(3, 1, 3, threshold=0.15, always=True),
     "branching prompt lookup": lambda: NgramDrafter(4, 1, 3, threshold=0.15, always=True, branching=True),
+    "prompt lookup, else a draft": lambda: FallbackDrafter(
+        NgramDrafter(2, 1, 2, threshold=0.15, always=False), small_model(StaticShape.chain(2))
+    ),
 }
 
 
