@@ -58,7 +58,7 @@ class Checkpoint:
         """Content of a JSON file beside the weights; empty when there is none. Raises `SourceError` when broken."""
         if self.format == "gguf" or not (self.path / name).is_file():
             return {}
-        return _read_json(self.path / name)
+        return read_json(self.path / name)
 
     def generation_config(self) -> dict[str, Any]:
         """`generation_config.json`, or what the model's config says about its special tokens."""
@@ -152,7 +152,7 @@ def _open_file(path: Path) -> Checkpoint:
 def _open_folder(folder: Path, name: str, trust_remote_code: bool) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise SourceError(f"{folder} has no config.json: not a Hugging Face checkpoint")
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     _check_code(folder, raw, trust_remote_code)
     if quantization := raw.get("quantization_config"):
         method = quantization.get("quant_method", "unknown method") if isinstance(quantization, dict) else quantization
@@ -183,7 +183,7 @@ _HOW_TO_CONVERT = (
 def _check_weights(folder: Path) -> None:
     """Check that every safetensors file is there and whole (its header covers exactly its bytes); reads no weights."""
     if (folder / INDEX).is_file():
-        shards = sorted(set(_read_json(folder / INDEX).get("weight_map", {}).values()))
+        shards = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
         if missing := [shard for shard in shards if not (folder / shard).is_file()]:
             raise SourceError(
                 f"{folder} is incomplete: {len(missing)} of {len(shards)} shards missing ({missing[0]} ...)"
@@ -228,7 +228,8 @@ def _download(repo: str, revision: str | None, trust_remote_code: bool) -> Path:
         raise SourceError(f"{repo}{at} cannot be downloaded: {_first_line(exc)}") from exc
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file `path`. Raises `SourceError` when it is none."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as exc:
