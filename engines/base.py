@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from specdec.engines.contract import Chunk, FloatArray, IntArray, ModelSpec
+from specdec.engines.contract import Chunk, FloatArray, HeadsSpec, IntArray, ModelSpec
 
 
 def capacity_bucket(slots: int) -> int:
@@ -116,4 +116,24 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release the engine; further calls raise `EngineError`. Closing twice is allowed."""
+        ...
+
+
+class Heads(Protocol):
+    """Loaded Medusa heads. They hold no state; threads may call `logits` at the same time."""
+
+    @property
+    def spec(self) -> HeadsSpec:
+        """Shape of the heads."""
+        ...
+
+    def logits(self, features: FloatArray) -> FloatArray:
+        """Logits [B, heads, logits_size] from the target's last hidden states `features` [B, hidden_size].
+
+        Raises `ContractError` for another shape, `EngineError` when the engine fails.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the heads; further calls raise `EngineError`. Closing twice is allowed."""
         ...

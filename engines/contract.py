@@ -72,6 +72,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Size of a token's hidden states at all taps."""
         return len(self.taps) * self.hidden_size
 
+    def tap(self, name: str) -> slice:
+        """Where a token's hidden state at the tap `name` lies among those of all taps."""
+        start = self.taps.index(name) * self.hidden_size
+        return slice(start, start + self.hidden_size)
+
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the inputs beside the cache, in graph order."""
@@ -90,6 +95,18 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def logits_dtype(self) -> Dtype:
         """Type of the logits: the graph's own, but float32 where numpy has no such type."""
         return "float32" if self.dtype == "bfloat16" else self.dtype
+
+
+class HeadsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Shape of Medusa heads, a graph of its own: `features` [B, hidden_size] in, `logits` [B, heads, logits_size] out.
+
+    `features`: the target's last hidden state at a token, behind the final norm (the tap "final").
+    """
+
+    heads: _Positive
+    hidden_size: _Positive
+    logits_size: _Positive
+    dtype: Dtype = "float32"
 
 
 def past_names(num_layers: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from specdec.engines.contract import CONTRACT_VERSION, ModelSpec
+from specdec.engines.contract import CONTRACT_VERSION, HeadsSpec, ModelSpec
 from specdec.engines.damage import Damage
 from specdec.engines.errors import BundleError
 
@@ -120,6 +120,25 @@ class LayerSkipDrafter(_Record, frozen=True, tag="layerskip", tag_field="method"
     model: Model
 
 
+class MedusaDrafter(_Record, frozen=True, tag="medusa", tag_field="method"):
+    """Medusa heads on the target's last hidden state: a graph of their own.
+
+    `ids`: file of the target's ids [logits_size] that the logits are of, in NumPy's format; None: all, in order.
+    `precision`: of the weights. `accuracies` [heads][ranks]: share of positions at which a head's candidate of this
+    rank is the right token, as measured in training; empty if it was not.
+    """
+
+    spec: HeadsSpec
+    graph: str
+    precision: str
+    parity: Parity
+    ids: str | None = None
+    accuracies: list[list[float]] = []
+
+
+Drafter = NgramDrafter | ModelDrafter | LayerSkipDrafter | MedusaDrafter
+
+
 class Tokenizer(_Record, frozen=True):
     """What the runtime needs beside `tokenizer.json` and `chat_template.jinja`.
 
@@ -155,7 +174,7 @@ class Manifest(_Record, frozen=True):
     source: Source
     tokenizer: Tokenizer
     target: Model
-    drafters: dict[str, NgramDrafter | ModelDrafter | LayerSkipDrafter]
+    drafters: dict[str, Drafter]
     limits: Limits
     tools: dict[str, str]
     files: dict[str, FileRecord]
@@ -164,7 +183,7 @@ class Manifest(_Record, frozen=True):
         """Yield what each model is called in reports, and the model: `target`, `draft`, `layerskip:8`."""
         yield "target", self.target
         for method, drafter in self.drafters.items():
-            if not isinstance(drafter, NgramDrafter):
+            if isinstance(drafter, ModelDrafter | LayerSkipDrafter):
                 yield "draft" if method == "model" else method, drafter.model
 
 
@@ -207,6 +226,10 @@ def read_manifest(bundle: Path) -> Manifest:
     for method, drafter in manifest.drafters.items():
         if isinstance(drafter, LayerSkipDrafter) and list(drafter.model.variants) != list(manifest.target.variants):
             raise BundleError(f"{path}: drafter {method} has other variants than the target; export the bundle again")
+        if isinstance(drafter, MedusaDrafter) and (
+            "final" not in manifest.target.spec.taps or drafter.spec.hidden_size != manifest.target.spec.hidden_size
+        ):
+            raise BundleError(f"{path}: drafter {method} reads hidden states that the target lacks; export it again")
     for name in _needed(manifest):
         if name not in manifest.files:
             raise BundleError(f"{path} needs {name} and does not list it; export the bundle again")
@@ -242,6 +265,9 @@ def _needed(manifest: Manifest) -> Iterator[str]:
             if not isinstance(manifest.drafters.get(name), LayerSkipDrafter):  # its data file is the target's
                 yield f"{variant.graph}.data"
             yield from (plan.file for plan in variant.plans.values())
+    for drafter in manifest.drafters.values():
+        if isinstance(drafter, MedusaDrafter):
+            yield from (drafter.graph, f"{drafter.graph}.data", *([drafter.ids] if drafter.ids else []))
 
 
 def _check_versions(path: Path, raw: bytes) -> None:

@@ -179,7 +179,7 @@ class OrtEngine:
         self.capabilities = Capabilities(device=f"ONNX Runtime {ort.__version__}, {provider}")
         self._device = "cpu" if provider == "cpu" else "cuda"  # where tensors lie
         self._dtype, self._logits_dtype = np.dtype(spec.dtype), np.dtype(spec.logits_dtype)
-        self._session: ort.InferenceSession | None = _open_session(graph, provider, threads)
+        self._session: ort.InferenceSession | None = open_session(graph, provider, threads)
         self._past, self._present = list(past_names(spec.num_layers)), list(present_names(spec.num_layers))
         check_ends(self._session, spec)
 
@@ -240,7 +240,7 @@ class OrtEngine:
         return binding
 
 
-def _open_session(graph: Path, provider: str, threads: int | None) -> ort.InferenceSession:
+def open_session(graph: Path, provider: str, threads: int | None) -> ort.InferenceSession:
     """Load `graph` on exactly the provider that was asked for; ONNX Runtime itself would fall back silently."""
     name = PROVIDERS.get(provider)
     if name is None:

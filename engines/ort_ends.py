@@ -5,7 +5,7 @@ from typing import Any
 from specdec.engines.contract import FEATURES, HIDDEN, LOGITS, Dtype, ModelSpec, past_names, present_names
 from specdec.engines.errors import ContractError
 
-_ORT_TYPES: dict[Dtype, str] = {
+ORT_TYPES: dict[Dtype, str] = {
     "float32": "tensor(float)",
     "float16": "tensor(float16)",
     "bfloat16": "tensor(bfloat16)",
@@ -23,14 +23,14 @@ def check_ends(session: Any, spec: ModelSpec) -> None:
     for name in past:
         value = inputs[name]
         fixed = (value.shape[1], value.shape[3])
-        if value.type != _ORT_TYPES[spec.dtype] or fixed != (spec.num_kv_heads, spec.head_dim):
+        if value.type != ORT_TYPES[spec.dtype] or fixed != (spec.num_kv_heads, spec.head_dim):
             raise ContractError(f"{name} is {value.type} {value.shape}, the manifest says {spec.dtype}, {fixed}")
     sizes = [(FEATURES, inputs[FEATURES], spec.features)] if spec.features else []
     sizes += [(HIDDEN, session.get_outputs()[1], spec.tapped_size)] if spec.taps else []
     for name, value, size in sizes:
-        if value.type != _ORT_TYPES[spec.dtype] or value.shape[2] != size:
+        if value.type != ORT_TYPES[spec.dtype] or value.shape[2] != size:
             raise ContractError(f"{name} is {value.type} {value.shape}, the manifest says {spec.dtype}, {size} wide")
     logits = session.get_outputs()[0]
-    if logits.type != _ORT_TYPES[spec.logits_dtype] or logits.shape[2] != spec.logits_size:
+    if logits.type != ORT_TYPES[spec.logits_dtype] or logits.shape[2] != spec.logits_size:
         said = f"{spec.logits_dtype}, {spec.logits_size} wide"
         raise ContractError(f"{LOGITS} is {logits.type} {logits.shape}, the manifest says {said}")

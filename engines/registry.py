@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from specdec.engines.base import Engine
-from specdec.engines.contract import ModelSpec
+from specdec.engines.base import Engine, Heads
+from specdec.engines.contract import HeadsSpec, ModelSpec
 from specdec.engines.errors import EngineUnavailableError, RequestError
 from specdec.engines.manifest import Plan, Variant
 
@@ -38,11 +38,15 @@ class EngineConfig:
             raise RequestError(f"threads must be at least 1, not {self.threads}")
 
 
-def _open_ort(graph: Path, spec: ModelSpec, config: EngineConfig) -> Engine:
+def _check_ort() -> None:
     if importlib.util.find_spec("onnxruntime") is None:
         raise EngineUnavailableError(
             'ONNX Runtime is not installed: pip install "specdec[cpu]" (with an NVIDIA GPU: "specdec[gpu]")'
         )
+
+
+def _open_ort(graph: Path, spec: ModelSpec, config: EngineConfig) -> Engine:
+    _check_ort()
     from specdec.engines.ort import OrtEngine
 
     return OrtEngine(graph, spec, provider=config.provider, threads=config.threads)
@@ -87,3 +91,17 @@ def open_engine(graph: Path, spec: ModelSpec, config: EngineConfig | None = None
     if factory is None:
         raise EngineUnavailableError(f"unknown backend {config.backend!r}: choose one of {', '.join(_FACTORIES)}")
     return factory(graph, spec, config)
+
+
+def open_heads(graph: Path, spec: HeadsSpec, config: EngineConfig | None = None) -> Heads:
+    """Load Medusa heads, whose graph takes the hidden states that backend ort alone hands out.
+
+    Raises as `open_engine`.
+    """
+    config = config or EngineConfig()
+    if config.backend != "ort":
+        raise EngineUnavailableError(f"Medusa heads read hidden states, which {config.backend} has none of: use ort")
+    _check_ort()
+    from specdec.engines.ort_heads import OrtHeads
+
+    return OrtHeads(graph, spec, provider=config.provider, threads=config.threads)

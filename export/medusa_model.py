@@ -100,6 +100,11 @@ class MedusaModel(nn.Module):
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters and buffers."""
+        return sum(tensor.nbytes for tensor in self.state_dict().values())
+
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [..., heads, Vd] from the target's last hidden states [..., H]."""
         found = torch.stack([self.get_submodule(str(head))(states) for head in range(self.config.heads)], dim=-2)

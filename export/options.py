@@ -13,9 +13,9 @@ from typing import Self
 from specdec.engines.errors import RequestError
 from specdec.export.recipes import BACKENDS, ORT, TENSORRT, check_arch, find_recipe
 
-DRAFTERS = ("ngram", "model:PATH", "layerskip:N", "none")
+DRAFTERS = ("ngram", "model:PATH", "layerskip:N", "medusa:DIR", "none")
 DEFAULT_DRAFTERS = ("ngram",)
-_SKIP = "layerskip:"
+_SKIP, _MEDUSA = "layerskip:", "medusa:"
 DEFAULT_BACKENDS = ORT
 
 
@@ -69,6 +69,10 @@ class ExportOptions:
             raise RequestError("hidden states (--tap) are handed out on backend ort alone, which has no bf16: add it")
         if skip_depths(self.drafters) and ORT[0] not in self.backends:
             raise RequestError("drafter layerskip shares the target's cache, which backend ort alone can: add it")
+        if medusa_source(self.drafters) is not None and (ORT[0] not in self.backends or self.precision == "bf16"):
+            raise RequestError(
+                "drafter medusa reads hidden states, which backend ort alone hands out, without bf16: add it"
+            )
         for name, value in (
             ("max_batch", self.max_batch),
             ("max_length", self.max_length),
@@ -101,21 +105,30 @@ class Progress:
 def check_drafters(drafters: Sequence[str]) -> None:
     """Raise `RequestError` unless every drafter is known and they go together."""
     for drafter in drafters:
-        if drafter not in ("ngram", "none") and not drafter.startswith(("model:", _SKIP)):
+        if drafter not in ("ngram", "none") and not drafter.startswith(("model:", _SKIP, _MEDUSA)):
             raise RequestError(_not_available("drafter", drafter, DRAFTERS))
         if drafter.startswith(_SKIP) and not re.fullmatch(r"[1-9][0-9]*", drafter.removeprefix(_SKIP)):
             raise RequestError(f"drafter {drafter} needs a number of layers, as in layerskip:8")
     if "none" in drafters and len(drafters) > 1:
         raise RequestError("drafter none stands alone")
-    if len(set(drafters)) < len(drafters) or sum(name.startswith("model:") for name in drafters) > 1:
+    kinds = [sum(name.startswith(kind) for name in drafters) for kind in ("model:", _MEDUSA)]
+    if len(set(drafters)) < len(drafters) or max(kinds) > 1:
         raise RequestError("a bundle holds one drafter of each kind")
     if "model:" in drafters:
         raise RequestError("drafter model: needs a checkpoint, as in model:PATH")
+    if _MEDUSA in drafters:
+        raise RequestError("drafter medusa: needs the folder of its heads, as in medusa:DIR")
 
 
 def draft_source(drafters: Sequence[str]) -> str | None:
     """The checkpoint of the `model:` drafter, if there is one."""
     return next((name.removeprefix("model:") for name in drafters if name.startswith("model:")), None)
+
+
+def medusa_source(drafters: Sequence[str]) -> Path | None:
+    """The folder of the `medusa:` drafter, if there is one."""
+    found = (name.removeprefix(_MEDUSA) for name in drafters if name.startswith(_MEDUSA))
+    return next((Path(name).expanduser() for name in found), None)
 
 
 def skip_depths(drafters: Sequence[str]) -> tuple[int, ...]:

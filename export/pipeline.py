@@ -26,6 +26,7 @@ from specdec.engines.errors import RequestError
 from specdec.engines.invariance import PROBE_TEXT, run_invariance
 from specdec.engines.manifest import (
     SCHEMA_VERSION,
+    Drafter,
     LayerSkipDrafter,
     Limits,
     Manifest,
@@ -47,12 +48,14 @@ from specdec.export.gguf_grids import read_grids
 from specdec.export.grid import Grid
 from specdec.export.layerskip import first_layers, shallow
 from specdec.export.lower_ort import lower_for_ort
-from specdec.export.options import ExportOptions, Progress, draft_source, skip_depths
+from specdec.export.medusa import export_medusa
+from specdec.export.medusa_model import MedusaModel, read_medusa
+from specdec.export.options import ExportOptions, Progress, draft_source, medusa_source, skip_depths
 from specdec.export.pair import check_pair
 from specdec.export.precision import check_keep, dequantize, prepare, quantize_graph, without_rounding
 from specdec.export.recipes import ORT, TENSORRT, Recipe, find_recipe
 from specdec.export.sources import Checkpoint, open_checkpoint
-from specdec.export.taps import add_taps, check_taps
+from specdec.export.taps import FINAL, add_taps, check_taps
 from specdec.export.tensorrt import build_plans, known_architectures
 from specdec.export.tokenizer import TokenizerFiles, read_tokenizer
 from specdec.export.trace import TORCH_DTYPES, model_spec, trace
@@ -112,13 +115,16 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> M
         if backend in options.backends:  # what is missing is said before the work
             known_architectures(load_library(backend), backend, options.archs)
     target, draft, shared = _resolve(options, progress)
+    heads = _read_heads(options, target)
+    extra = heads.nbytes if heads is not None else 0
     limits = _limits(options, target.spec, progress)
     jobs = [job for job in (target, draft) if job is not None]
     graphs = _trace_all(jobs, progress)
     check_keep([graph for job, graph in zip(jobs, graphs, strict=True) if job.recipe.weights], options.keep)
-    check_disk(options.output, sum(map(_disk_need, jobs, graphs)) + SMALL_FILES)
+    check_disk(options.output, sum(map(_disk_need, jobs, graphs)) + extra + SMALL_FILES)
     check_memory(
-        max(
+        extra
+        + max(
             memory_need(job.spec, graph_bytes(graph), quantized=job.recipe.weights is not None)
             for job, graph in zip(jobs, graphs, strict=True)
         )
@@ -129,12 +135,16 @@ def export_bundle(options: ExportOptions, progress: Progress | None = None) -> M
             for job, graph in zip(jobs, graphs, strict=True)
         ]
         target.tokenizer.write(staging.path)
-        drafters: dict[str, NgramDrafter | ModelDrafter | LayerSkipDrafter] = {}
+        drafters: dict[str, Drafter] = {}
         if "ngram" in options.drafters:
             drafters["ngram"] = NgramDrafter()
         if draft_source(options.drafters) is not None:
             drafters["model"] = ModelDrafter(model=exported[-1][0], shared_vocab=shared)
         drafters |= exported[0][1]
+        if heads is not None:
+            progress.stage("medusa")
+            words = target.encode([PROBE_TEXT])[0]
+            drafters["medusa"] = export_medusa(heads, exported[0][0], target.recipe, staging.path, words)
         progress.stage("bundle")
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
@@ -166,7 +176,10 @@ def memory_need(spec: ModelSpec, weights: int, *, quantized: bool = False) -> in
 def _resolve(options: ExportOptions, progress: Progress) -> tuple[_Job, _Job | None, int]:
     """Open and check the checkpoints; return target, draft (None: none, or the target itself) and the shared ids."""
     target = _open_job("target", options.model, options.precision, options, progress, revision=options.revision)
-    target = replace(target, depths=skip_depths(options.drafters), taps=options.taps)
+    taps = options.taps
+    if medusa_source(options.drafters) is not None and FINAL not in taps:
+        taps = (*taps, FINAL)
+    target = replace(target, depths=skip_depths(options.drafters), taps=taps)
     for depth in target.depths:
         if depth >= target.spec.num_layers:
             raise RequestError(
@@ -190,6 +203,11 @@ def _resolve(options: ExportOptions, progress: Progress) -> tuple[_Job, _Job | N
         )
     same = draft.checkpoint.path == target.checkpoint.path and draft.precision == target.precision
     return target, None if same else draft, shared
+
+
+def _read_heads(options: ExportOptions, target: _Job) -> MedusaModel | None:
+    folder = medusa_source(options.drafters)
+    return None if folder is None else read_medusa(folder, target.checkpoint.config)
 
 
 def _open_job(

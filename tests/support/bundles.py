@@ -182,19 +182,19 @@ def shared_bundle(family: str = "llama", drafters: tuple[str, ...] = ("ngram", "
 
 @functools.cache
 def _checkpoint(family: str, seed: int) -> Path:
-    return tiny_checkpoint(_session_folder() / f"{family}-{seed}", family, seed)
+    return tiny_checkpoint(session_folder() / f"{family}-{seed}", family, seed)
 
 
 @functools.cache
 def _bundle(family: str, drafters: tuple[str, ...]) -> Path:
-    return tiny_bundle(_session_folder() / f"bundle-{family}-{'-'.join(drafters)}", family, drafters)
+    return tiny_bundle(session_folder() / f"bundle-{family}-{'-'.join(drafters)}", family, drafters)
 
 
 @functools.cache
 def _far_bundle() -> Path:
     options = ExportOptions(
         model=str(shared_checkpoint()),
-        output=_session_folder() / "bundle-far",
+        output=session_folder() / "bundle-far",
         drafters=("ngram", f"model:{shared_checkpoint(seed=9)}"),
     )
     export_bundle(options)
@@ -205,14 +205,14 @@ def _far_bundle() -> Path:
 def blocks_checkpoint(seed: int = 0) -> Path:
     """A tiny llama that all tests of a run share, of whole blocks of 32: every precision takes it."""
     sizes = {"hidden_size": 64, "intermediate_size": 96}
-    return tiny_checkpoint(_session_folder() / f"blocks-{seed}", seed=seed, **sizes)
+    return tiny_checkpoint(session_folder() / f"blocks-{seed}", seed=seed, **sizes)
 
 
 @functools.cache
 def _quantized_bundle(precision: str) -> Path:
     options = ExportOptions(
         model=str(blocks_checkpoint()),
-        output=_session_folder() / f"bundle-{precision}",
+        output=session_folder() / f"bundle-{precision}",
         drafters=("ngram", f"model:{blocks_checkpoint(9)}", "layerskip:1"),
         precision=precision,
         draft_precision="int4",
@@ -222,7 +222,8 @@ def _quantized_bundle(precision: str) -> Path:
 
 
 @functools.cache
-def _session_folder() -> Path:
+def session_folder() -> Path:
+    """A folder that is removed with the process."""
     holder = tempfile.TemporaryDirectory(prefix="specdec-tests-")
     _KEPT.append(holder)
     return Path(holder.name)
