@@ -8,8 +8,8 @@ from specdec.engines.contract import IntArray
 from specdec.engines.errors import BundleError
 
 
-def read_ids(path: Path, count: int, vocab_size: int) -> IntArray:
-    """The target's ids [count] in `path` (NumPy's format, no pickle), ascending, each once, all below `vocab_size`.
+def read_ids(path: Path, count: int, limit: int) -> IntArray:
+    """The target's ids [count] in `path` (NumPy's format, no pickle), ascending, each once, all below `limit`.
 
     Raises `BundleError` for anything else.
     """
@@ -19,6 +19,6 @@ def read_ids(path: Path, count: int, vocab_size: int) -> IntArray:
         raise BundleError(f"{path} cannot be read as ids: {exc}; export or copy the bundle again") from exc
     if ids.dtype != np.int64 or ids.shape != (count,):
         raise BundleError(f"{path} holds {ids.dtype} {ids.shape}, not {count} ids; export the bundle again")
-    if (ids[1:] <= ids[:-1]).any() or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise BundleError(f"{path} must hold ascending ids below {vocab_size}, each once; export the bundle again")
+    if (ids[1:] <= ids[:-1]).any() or ids[0] < 0 or ids[-1] >= limit:
+        raise BundleError(f"{path} must hold ascending ids below {limit}, each once; export the bundle again")
     return ids

@@ -19,6 +19,7 @@ from specdec.engines.errors import BundleError
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "specdec.json"
+MEDUSA, BLOCKWISE = "medusa", "blockwise"  # two methods of one drafter
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -120,7 +121,7 @@ class LayerSkipDrafter(_Record, frozen=True, tag="layerskip", tag_field="method"
     model: Model
 
 
-class MedusaDrafter(_Record, frozen=True, tag="medusa", tag_field="method"):
+class MedusaDrafter(_Record, frozen=True, tag=MEDUSA, tag_field="method"):
     """Medusa heads on the target's last hidden state: a graph of their own.
 
     `ids`: file of the target's ids [logits_size] that the logits are of, in NumPy's format; None: all, in order.
@@ -178,6 +179,10 @@ class Manifest(_Record, frozen=True):
     limits: Limits
     tools: dict[str, str]
     files: dict[str, FileRecord]
+
+    def methods(self) -> list[str]:
+        """How the bundle can draft: its drafters, and `blockwise`, which takes the Medusa heads' best tokens only."""
+        return [*self.drafters, *([BLOCKWISE] if MEDUSA in self.drafters else [])]
 
     def models(self) -> Iterator[tuple[str, Model]]:
         """Yield what each model is called in reports, and the model: `target`, `draft`, `layerskip:8`."""

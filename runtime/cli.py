@@ -12,7 +12,7 @@ from typing import Any
 from specdec.engines.command import CommandParser, run_command
 from specdec.engines.errors import RequestError
 from specdec.engines.registry import EngineConfig, backends
-from specdec.runtime.config import SpeculativeConfig
+from specdec.runtime.config import TREES, SpeculativeConfig
 from specdec.runtime.grammar import StructuredOutputsParams
 from specdec.runtime.llm import LLM, Mode
 from specdec.runtime.params import ACCEPTANCE_RULES, SamplingParams
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     speculation = parser.add_argument_group("speculation")
     speculation.add_argument("--method", default="auto", help="a drafter of the bundle (default auto: its first)")
     speculation.add_argument("--num-speculative-tokens", type=int, metavar="K", help="most draft tokens a round")
-    speculation.add_argument("--tree", choices=("chain", "dynamic"), default="chain", help="shape of the drafts; trees "
+    speculation.add_argument("--tree", choices=TREES, default="chain", help="shape of the drafts; trees "
                              "are lossless in law, not in bits (default %(default)s)")  # fmt: skip
     speculation.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default=defaults["acceptance"],
                              help="how sampled drafts are verified: with coupled a seed gives the same text with and "

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdec.engines.errors import RequestError
-from specdec.runtime.drafters.growth import DynamicShape, Shape, StaticShape
+from specdec.runtime.drafters.growth import DynamicShape, Shape, StaticShape, choose_tree
+
+TREES = ("chain", "dynamic", "measured")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +20,9 @@ class SpeculativeConfig:
     `confidence_threshold`: least chance, 0 to 1, that an n-gram draft's second and later tokens have of being kept with
     all before them; lower drafts wider. None: by what a position costs at the target's precision on a CPU.
 
-    `tree`: `chain`, `dynamic` (grown where the draft is confident), or paths of child ranks as Medusa's
-    `medusa_choices`: [[0], [0, 0], [1]]. Trees that branch are lossless in law, not in bits: they run in mode `fast`.
+    `tree`: `chain`, `dynamic` (grown where the draft is confident), `measured` (the best one of so many nodes for the
+    accuracies that were measured of Medusa heads), or paths of child ranks as Medusa's `medusa_choices`:
+    [[0], [0, 0], [1]]. Trees that branch are lossless in law, not in bits: they run in mode `fast`.
     `draft_sample_method`: `probabilistic` draws a draft model's tokens from its distribution, `greedy` takes the most
     probable ones.
     """
@@ -29,18 +32,18 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 1
     prompt_lookup_max: int = 4
     confidence_threshold: float | None = None
-    tree: Literal["chain", "dynamic"] | Sequence[Sequence[int]] = "chain"
+    tree: Literal["chain", "dynamic", "measured"] | Sequence[Sequence[int]] = "chain"
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
 
     def __post_init__(self) -> None:
         if self.draft_sample_method not in ("probabilistic", "greedy"):
             raise RequestError(f"draft_sample_method must be probabilistic or greedy, not {self.draft_sample_method!r}")
         if isinstance(self.tree, str):
-            if self.tree not in ("chain", "dynamic"):
-                raise RequestError(f"tree must be chain, dynamic or a list of paths, not {self.tree!r}")
+            if self.tree not in TREES:
+                raise RequestError(f"tree must be {', '.join(TREES)} or a list of paths, not {self.tree!r}")
         else:
             if not _is_paths(self.tree):
-                raise RequestError(f"tree must be chain, dynamic or a list of paths of ranks, not {self.tree!r}")
+                raise RequestError(f"tree must be {', '.join(TREES)} or a list of paths of ranks, not {self.tree!r}")
             StaticShape(self.tree)
             if self.num_speculative_tokens is not None:
                 raise RequestError("num_speculative_tokens and a list of paths both size the tree: give one of them")
@@ -65,11 +68,16 @@ class SpeculativeConfig:
     @property
     def branches(self) -> bool:
         """Whether proposals may be other than chains."""
-        return not self.shape(1).linear
+        return self.tree == "measured" or not self.shape(1).linear
 
-    def shape(self, tokens: int) -> Shape:
-        """The shape of a grown tree; `tokens`: most nodes, where the configuration does not say."""
+    def shape(self, tokens: int, accuracies: Sequence[Sequence[float]] = ()) -> Shape:
+        """The shape of a grown tree; `tokens`: most nodes, where the configuration does not say.
+
+        `accuracies`: of the draft by depth and rank, for the tree `measured`.
+        """
         count = self.num_speculative_tokens or tokens
+        if self.tree == "measured":
+            return StaticShape(choose_tree(accuracies, count))
         if self.tree == "chain":
             return StaticShape.chain(count)
         return DynamicShape(count) if self.tree == "dynamic" else StaticShape(self.tree)

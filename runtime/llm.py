@@ -15,28 +15,41 @@ from typing import Literal
 
 import numpy as np
 
-from specdec.engines.base import Engine
-from specdec.engines.contract import ModelSpec
+from specdec.engines.base import Engine, Heads
+from specdec.engines.contract import HeadsSpec, IntArray, ModelSpec
 from specdec.engines.errors import BundleError, RequestError
-from specdec.engines.manifest import LayerSkipDrafter, Model, ModelDrafter, Variant, read_manifest, verify_files
-from specdec.engines.registry import EngineConfig, open_engine, with_plans
+from specdec.engines.ids import read_ids
+from specdec.engines.manifest import (
+    BLOCKWISE,
+    MEDUSA,
+    LayerSkipDrafter,
+    MedusaDrafter,
+    Model,
+    ModelDrafter,
+    Variant,
+    read_manifest,
+    verify_files,
+)
+from specdec.engines.manifest import Drafter as DrafterRecord
+from specdec.engines.registry import EngineConfig, open_engine, open_heads, with_plans
 from specdec.runtime import drafters
 from specdec.runtime.config import SpeculativeConfig
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.drafters.growth import Shape, StaticShape
 from specdec.runtime.drafters.layerskip import LayerSkipDrafter as FirstLayers
+from specdec.runtime.drafters.medusa import MedusaDrafter as MedusaHeads
 from specdec.runtime.drafters.model import ModelDrafter as DraftModel
 from specdec.runtime.drafters.ngram import NgramDrafter
 from specdec.runtime.grammar import GrammarCompiler
 from specdec.runtime.kv import BorrowedModel, CachedModel
 from specdec.runtime.params import SamplingParams
-from specdec.runtime.request import FinishReason, RequestOutput, Row, Watch
+from specdec.runtime.request import FinishReason, Prompt, RequestOutput, Row, Watch, as_batch
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.text import Message, TextCodec
 
-Prompt = str | Sequence[int]
 Mode = Literal["exact", "fast"]
 Opener = Callable[[Path, ModelSpec, EngineConfig | None], Engine]
+HeadsOpener = Callable[[Path, HeadsSpec, EngineConfig | None], Heads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +71,7 @@ class LLM:
     where the variant's invariance gate passed, the engine is the one that it ran on (ONNX Runtime on the CPU) and
     drafts are chains, else `fast`.
     `verify`: compare every file's SHA-256 with the manifest (about a second per GB).
-    `opener`: how a graph becomes an engine; for tests and for `specdec-verify`.
+    `opener` and `heads_opener`: how a graph becomes an engine; for tests and for `specdec-verify`.
     `watch`: called for every emitted token with all tokens before it and the logits that it was chosen from.
 
     Raises `BundleError`, `EngineError`, `RequestError` (an option that the bundle cannot fulfil).
@@ -74,13 +87,15 @@ class LLM:
         engine: EngineConfig | None = None,
         verify: bool = True,
         opener: Opener = open_engine,
+        heads_opener: HeadsOpener = open_heads,
         watch: Watch | None = None,
     ) -> None:
         self.bundle = Path(bundle)
         self.manifest = read_manifest(self.bundle)
         self.speculative = speculative or SpeculativeConfig()
         self.method = self._choose_method()
-        self._check_tree()
+        record = self.manifest.drafters.get(MEDUSA if self.method == BLOCKWISE else self.method or "")
+        self._check_tree(record)
         if verify:
             verify_files(self.bundle, self.manifest)
         target = _pick(self.manifest.target, variant)
@@ -90,7 +105,6 @@ class LLM:
         if mode == "exact" and self.speculative.branches:
             raise RequestError("trees that branch are lossless in law, not in bits: use mode fast, or tree='chain'")
         self._engine_config, self._opener = engine or EngineConfig(), opener
-        record = self.manifest.drafters.get(self.method) if self.method else None
         if isinstance(record, LayerSkipDrafter) and self._engine_config.backend != "ort":
             raise RequestError(f"drafter {self.method} shares the target's cache, which only backend ort can")
         earned = exact and self._engine_config.is_gated and not self.speculative.branches
@@ -98,6 +112,9 @@ class LLM:
         self.watch = watch
         self.text = TextCodec(self.bundle, self.manifest.tokenizer)
         self._engines: dict[str, Engine] = {}
+        self._heads: Heads | None = None
+        if isinstance(record, MedusaDrafter):
+            self._heads = heads_opener(self.bundle / record.graph, record.spec, self._engine_config)
         self._target, self._width = self._open(self.manifest.target.spec, target)
         self._draft: Callable[[CachedModel], Drafter] | None = None  # by the target's cache
         if isinstance(record, ModelDrafter):
@@ -105,6 +122,10 @@ class LLM:
         elif isinstance(record, LayerSkipDrafter):
             cut = _pick(record.model, variant)  # named as the target's
             self._draft = partial(self._first_layers, *self._open(record.model.spec, cut))
+        elif isinstance(record, MedusaDrafter) and self._heads is not None:
+            size = record.spec.logits_size
+            ids = read_ids(self.bundle / record.ids, size, self.spec.logits_size) if record.ids else None
+            self._draft = partial(self._medusa, record, self._heads, ids)
         elif record is not None:
             self._draft = partial(self._ngram, target.precision)
 
@@ -124,7 +145,7 @@ class LLM:
         Raises `RequestError` for an invalid prompt or parameter, before any work; `DeadEndError` (a request whose terms
         leave no token possible) and `EngineError` end the whole call.
         """
-        batch = _as_batch(prompts)
+        batch = as_batch(prompts)
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(batch):
             raise RequestError(f"{len(each)} sampling parameters for {len(batch)} prompts")
@@ -151,6 +172,8 @@ class LLM:
         """Release the engines."""
         for engine in self._engines.values():
             engine.close()
+        if self._heads is not None:
+            self._heads.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -167,14 +190,14 @@ class LLM:
             yield Delta(text, tuple(row.tokens[known:]), reason, row.output() if reason else None)
 
     def _choose_method(self) -> str | None:
-        method, known = self.speculative.method, list(self.manifest.drafters)
+        method, known = self.speculative.method, self.manifest.methods()
         if method == "auto":
             return known[0] if known else None
         if method is not None and method not in known:
             raise RequestError(f"this bundle has no drafter {method!r}: choose one of {', '.join(['auto', *known])}")
         return method
 
-    def _check_tree(self) -> None:
+    def _check_tree(self, record: DrafterRecord | None) -> None:
         """Refuse trees that the bundle or the method cannot run."""
         config, limit = self.speculative, self.manifest.limits.max_tree - 1
         nodes = config.num_speculative_tokens if isinstance(config.tree, str) else StaticShape(config.tree).nodes
@@ -184,6 +207,10 @@ class LLM:
             )
         if not isinstance(config.tree, str) and self.method == "ngram":
             raise RequestError("a list of paths is for drafters that rank their tokens: with ngram use tree='dynamic'")
+        if config.tree == "measured" and not (isinstance(record, MedusaDrafter) and record.accuracies):
+            raise RequestError("tree measured is for Medusa heads whose accuracies were measured: use tree='dynamic'")
+        if config.tree != "chain" and self.method == BLOCKWISE:
+            raise RequestError(f"{BLOCKWISE} drafts chains: for trees use method {MEDUSA}")
 
     def _open(self, spec: ModelSpec, variant: Variant) -> tuple[Engine, int]:
         """Open a graph (once, if a target drafts for itself); return it and the positions of its narrowest pass."""
@@ -194,7 +221,8 @@ class LLM:
 
     def _scheduler(self, requests: int) -> Scheduler:
         rows = min(requests, self.manifest.limits.max_batch)
-        target = CachedModel(self._target, max_rows=rows, min_width=self._width)
+        keeps = self._heads is not None
+        target = CachedModel(self._target, max_rows=rows, min_width=self._width, keeps_hidden=keeps)
         return Scheduler(target, self._draft(target) if self._draft else None)
 
     def _draft_model(self, record: ModelDrafter, engine: Engine, width: int, target: CachedModel) -> Drafter:
@@ -205,9 +233,13 @@ class LLM:
     def _first_layers(self, engine: Engine, width: int, target: CachedModel) -> Drafter:
         return FirstLayers(BorrowedModel(engine, target, min_width=width), self._shape(), deterministic=self._ranked)
 
-    def _shape(self) -> Shape:
+    def _medusa(self, record: MedusaDrafter, heads: Heads, ids: IntArray | None, target: CachedModel) -> Drafter:
+        shape, ranked = self._shape(record.accuracies), self._ranked or self.method == BLOCKWISE
+        return MedusaHeads(target, heads, shape, ids, min_rows=self._width, deterministic=ranked)
+
+    def _shape(self, accuracies: Sequence[Sequence[float]] = ()) -> Shape:
         default = drafters.TREE_TOKENS if self.speculative.branches else drafters.MODEL_TOKENS
-        return self.speculative.shape(self._at_most(default))
+        return self.speculative.shape(self._at_most(default), accuracies)
 
     @property
     def _ranked(self) -> bool:
@@ -271,19 +303,3 @@ def _pick(model: Model, name: str | None = None) -> Variant:
     if name is not None and name not in model.variants:
         raise RequestError(f"this bundle has no variant {name!r}: choose one of {', '.join(model.variants)}")
     return model.variants[name or next(iter(model.variants))]
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of integers is one prompt of token ids; any other list is a batch."""
-    if isinstance(prompts, str):
-        return [prompts]
-    batch: list[Prompt] = []
-    tokens: list[int] = []
-    for item in prompts:
-        if isinstance(item, int | np.integer):
-            tokens.append(int(item))
-        else:
-            batch.append(item)
-    if tokens and batch:
-        raise RequestError("a list of prompts holds texts or lists of token ids, not single token ids")
-    return [tokens] if tokens else batch

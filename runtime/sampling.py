@@ -67,6 +67,11 @@ class LogitsPipeline:
             or params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         )  # fmt: skip
 
+    @property
+    def ignores_history(self) -> bool:
+        """Whether equal logits give equal distributions after any history: no term but temperature and filters."""
+        return self._idle
+
     def scores(self, logits: FloatArray, history: Sequence[int]) -> FloatArray:
         """Apply every term that greedy decoding knows: what it takes the argmax of.
 

@@ -5,6 +5,7 @@ It may depend on the tokens drawn so far and on q, never on what is about to be 
 dropped: either would bias the output (docs/lossless.md). This module knows distributions and ranks: no model, no row.
 """
 
+import heapq
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -72,6 +73,27 @@ class StaticShape:
     ) -> list[int]:
         """See `Shape.counts`."""
         return [self._children[ranks] for ranks in chosen]
+
+
+def choose_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> list[list[int]]:
+    """Paths of the tree of up to `nodes` nodes that keeps most tokens, if heads are right independently of each other.
+
+    accuracies[d][r]: how often the candidate of rank r at depth d is right. A node is worth the product along its path,
+    and the best one that hangs below the tree comes next (Cai et al., arXiv:2401.10774, appendix on sparse trees).
+    """
+    chosen: list[list[int]] = []
+    reach: list[tuple[float, list[int]]] = [(-accuracies[0][0], [0])] if accuracies else []  # by worth, negated
+    while reach and len(chosen) < nodes:
+        worth, path = heapq.heappop(reach)
+        chosen.append(path)
+        *parent, rank = path
+        ranks = accuracies[len(parent)]
+        if rank + 1 < len(ranks):
+            above = worth / ranks[rank] if ranks[rank] else 0.0
+            heapq.heappush(reach, (above * ranks[rank + 1], [*parent, rank + 1]))
+        if len(path) < len(accuracies):
+            heapq.heappush(reach, (worth * accuracies[len(path)][0], [*path, 0]))
+    return chosen
 
 
 class DynamicShape:

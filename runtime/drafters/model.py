@@ -107,15 +107,23 @@ class ModelDrafter:
         tree.extend(q, choose)
 
     def _distribution(self, row: Row, logits: FloatArray, history: Sequence[int]) -> FloatArray:
-        """The draft's distribution [V] after `history`; all zero when the request allows none of the shared ids."""
+        """The draft's distribution [V] after `history`."""
         known = np.full(self._vocab_size, -np.inf, np.float32)  # ids that the draft does not share are never drawn
         known[: self._shared_vocab] = logits[: self._shared_vocab]
-        try:
-            if row.params.temperature == 0:
-                return softmax(row.pipeline.scores(known, history))
-            return row.pipeline.probabilities(known, history)
-        except DeadEndError:  # the target, which knows more ids, decides whether it is one
-            return np.zeros(self._vocab_size)
+        return distribution(row, known, history)
+
+
+def distribution(row: Row, known: FloatArray, history: Sequence[int]) -> FloatArray:
+    """What a draft's logits are to a request: its distribution [V] after `history` (greedy ones: at temperature 1).
+
+    known [V]: -inf for ids that the draft does not know. All zero when the request allows none of the others.
+    """
+    try:
+        if row.params.temperature == 0:
+            return softmax(row.pipeline.scores(known, history))
+        return row.pipeline.probabilities(known, history)
+    except DeadEndError:  # the target, which knows more ids, decides whether it is one
+        return np.zeros(len(known))
 
 
 def most_probable_ids(q: FloatArray, count: int) -> list[int]:
