@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdec.engines.errors import RequestError
+from specdec.engines.manifest import BLOCKWISE, MEDUSA
 from specdec.runtime.drafters.growth import DynamicShape, Shape, StaticShape, choose_tree
 
 TREES = ("chain", "dynamic", "measured")
@@ -64,6 +65,23 @@ class SpeculativeConfig:
         threshold = self.confidence_threshold
         if threshold is not None and not (_number(threshold) and 0 <= threshold <= 1):
             raise RequestError(f"confidence_threshold must be a number from 0 to 1, not {threshold!r}")
+
+    def check(self, method: str | None, most: int, *, measured: bool) -> None:
+        """Raise `RequestError` for a tree that `method` cannot draft, or of more than `most` nodes.
+
+        `measured`: whether the accuracies of the method's drafts by depth and rank are known.
+        """
+        nodes = self.num_speculative_tokens if isinstance(self.tree, str) else StaticShape(self.tree).nodes
+        if nodes is not None and nodes > most:
+            raise RequestError(
+                f"num_speculative_tokens {nodes} is more than this bundle's {most} (--max-tree at export)"
+            )
+        if not isinstance(self.tree, str) and method == "ngram":
+            raise RequestError("a list of paths is for drafters that rank their tokens: with ngram use tree='dynamic'")
+        if self.tree != "chain" and method == BLOCKWISE:
+            raise RequestError(f"{BLOCKWISE} drafts chains: for trees use method {MEDUSA}")
+        if self.tree == "measured" and not measured:
+            raise RequestError("tree measured is for Medusa heads whose accuracies were measured: use tree='dynamic'")
 
     @property
     def branches(self) -> bool:

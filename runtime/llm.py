@@ -30,12 +30,11 @@ from specdec.engines.manifest import (
     read_manifest,
     verify_files,
 )
-from specdec.engines.manifest import Drafter as DrafterRecord
 from specdec.engines.registry import EngineConfig, open_engine, open_heads, with_plans
 from specdec.runtime import drafters
 from specdec.runtime.config import SpeculativeConfig
 from specdec.runtime.drafters.base import Drafter
-from specdec.runtime.drafters.growth import Shape, StaticShape
+from specdec.runtime.drafters.growth import Shape
 from specdec.runtime.drafters.layerskip import LayerSkipDrafter as FirstLayers
 from specdec.runtime.drafters.medusa import MedusaDrafter as MedusaHeads
 from specdec.runtime.drafters.model import ModelDrafter as DraftModel
@@ -95,7 +94,8 @@ class LLM:
         self.speculative = speculative or SpeculativeConfig()
         self.method = self._choose_method()
         record = self.manifest.drafters.get(MEDUSA if self.method == BLOCKWISE else self.method or "")
-        self._check_tree(record)
+        measured = isinstance(record, MedusaDrafter) and bool(record.accuracies)
+        self.speculative.check(self.method, self.manifest.limits.max_tree - 1, measured=measured)
         if verify:
             verify_files(self.bundle, self.manifest)
         target = _pick(self.manifest.target, variant)
@@ -196,21 +196,6 @@ class LLM:
         if method is not None and method not in known:
             raise RequestError(f"this bundle has no drafter {method!r}: choose one of {', '.join(['auto', *known])}")
         return method
-
-    def _check_tree(self, record: DrafterRecord | None) -> None:
-        """Refuse trees that the bundle or the method cannot run."""
-        config, limit = self.speculative, self.manifest.limits.max_tree - 1
-        nodes = config.num_speculative_tokens if isinstance(config.tree, str) else StaticShape(config.tree).nodes
-        if nodes is not None and nodes > limit:
-            raise RequestError(
-                f"num_speculative_tokens {nodes} is more than this bundle's {limit} (--max-tree at export)"
-            )
-        if not isinstance(config.tree, str) and self.method == "ngram":
-            raise RequestError("a list of paths is for drafters that rank their tokens: with ngram use tree='dynamic'")
-        if config.tree == "measured" and not (isinstance(record, MedusaDrafter) and record.accuracies):
-            raise RequestError("tree measured is for Medusa heads whose accuracies were measured: use tree='dynamic'")
-        if config.tree != "chain" and self.method == BLOCKWISE:
-            raise RequestError(f"{BLOCKWISE} drafts chains: for trees use method {MEDUSA}")
 
     def _open(self, spec: ModelSpec, variant: Variant) -> tuple[Engine, int]:
         """Open a graph (once, if a target drafts for itself); return it and the positions of its narrowest pass."""

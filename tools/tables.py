@@ -5,14 +5,11 @@ given can be computed from the same table. The caches of such an engine hold tok
 moved wrongly or never written makes another text, and so other logits. Most tables speak of a few tokens only, with
 numbers of their own: ids 1, 2, ... stand for some of the model's, id 0 for padding, which is never a token.
 
-`bundle_view` is a folder that `LLM` takes for the bundle, without weights. This module knows texts and logits: nothing
-of speculation.
+This module knows texts and logits: nothing of speculation.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -21,16 +18,6 @@ from specdec.engines.base import Capabilities, Engine, KVBuffers, capacity_bucke
 from specdec.engines.chunk import RowInput, pack
 from specdec.engines.contract import Chunk, FloatArray, IntArray, ModelSpec
 from specdec.engines.errors import ContractError, EngineError
-from specdec.engines.manifest import (
-    MANIFEST_NAME,
-    FileRecord,
-    LayerSkipDrafter,
-    Manifest,
-    Model,
-    ModelDrafter,
-    Variant,
-    encode,
-)
 from specdec.engines.scoring import LEAST_WIDTH
 
 Text = tuple[int, ...]
@@ -38,9 +25,6 @@ Change = Callable[[Text, FloatArray], FloatArray]  # what to make of a text's lo
 
 NOTHING = 0  # the id that stands for no token, where a table has ids of its own
 _ROWS = 8  # texts that are computed in one pass
-_TOKENIZER = """{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
-"pre_tokenizer": null, "post_processor": null, "decoder": null,
-"model": {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}}"""
 
 
 class Table:
@@ -56,6 +40,8 @@ class Table:
         size = engine.spec.vocab_size if ids is None else len(ids)
         self.spec: ModelSpec = msgspec.structs.replace(engine.spec, vocab_size=size, logits_size=size)
         self._known: dict[Text, FloatArray] = {}
+        self._states: dict[Text, FloatArray] = {}
+        self._numbers: dict[Text, int] = {}
         self._kv: KVBuffers | None = None
         self._held: list[Text] = [()] * (_ROWS if engine.capabilities.batch else 1)  # what each row's cache holds
 
@@ -65,16 +51,30 @@ class Table:
             self.prepare([text])
         return self._known[text]
 
+    def state(self, text: Text) -> FloatArray:
+        """The engine's hidden states [taps * H] at the last token of `text`; not to be changed."""
+        if text not in self._states:
+            self.prepare([text])
+        return self._states[text]
+
+    def number(self, text: Text) -> int:
+        """A number that stands for `text` where an engine has its hidden state."""
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    def numbered(self) -> list[Text]:
+        """All texts that have a number, in its order."""
+        return list(self._numbers)
+
     def prepare(self, texts: Iterable[Text]) -> None:
         """Compute what is missing of `texts`, several in a pass."""
         missing = [text for text in dict.fromkeys(texts) if text not in self._known]
         for start in range(0, len(missing), len(self._held)):
             part = missing[start : start + len(self._held)]
-            for text, logits in zip(part, self._compute([self._real(text) for text in part]), strict=True):
+            for text, (logits, state) in zip(part, self._compute([self._real(text) for text in part]), strict=True):
                 if self.ids is not None:
                     logits = logits[np.asarray(self.ids)]
                     logits[NOTHING] = -np.inf
-                self._known[text] = logits
+                self._known[text], self._states[text] = logits, state
         self.computed += len(missing)
 
     def close(self) -> None:
@@ -88,8 +88,11 @@ class Table:
             raise EngineError("the text that a pass attends holds padding: the cache was committed or moved wrongly")
         return tuple(self.ids[token] for token in text)
 
-    def _compute(self, texts: Sequence[Text]) -> list[FloatArray]:
-        """Logits [vocabulary] after each text (the model's ids); a cache is used as far as its text is the same."""
+    def _compute(self, texts: Sequence[Text]) -> list[tuple[FloatArray, FloatArray]]:
+        """Logits [vocabulary] after each text (the model's ids), and hidden states [taps * H] (none without taps).
+
+        A cache is used as far as its text is the same.
+        """
         shared = [_common(held, text[:-1]) for held, text in zip(self._held, texts, strict=False)]
         inputs = [RowInput(text[past:], 1) for past, text in zip(shared, texts, strict=True)]
         spec = self.engine.spec
@@ -103,14 +106,23 @@ class Table:
             self._kv.grow(self._kv.rows, capacity_bucket(slots), self._kv.capacity)
         logits = self.engine.step(chunk, self._kv)
         self._held[: len(texts)] = texts
-        return [logits[row, 0, : spec.vocab_size].copy() for row in range(len(texts))]
+        scored = [logits[row, 0, : spec.vocab_size].copy() for row in range(len(texts))]
+        if not spec.taps:
+            return [(own, own[:0]) for own in scored]
+        hidden = self._kv.hidden
+        return [(own, hidden[row, len(inputs[row].tokens) - 1].copy()) for row, own in enumerate(scored)]
 
 
 class TableKV:
-    """The cache of a table's engine: token ids by slot, -1 where none was written."""
+    """The cache of a table's engine: token ids by slot, -1 where none was written.
+
+    A token's hidden state is the number of the text that it ends, as often as it is wide. `states` makes those of the
+    last pass.
+    """
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.tokens = np.full((rows, capacity), -1, np.int64)
+        self.states: Callable[[], FloatArray] | None = None
 
     @property
     def rows(self) -> int:
@@ -130,7 +142,9 @@ class TableKV:
     @property
     def hidden(self) -> FloatArray:
         """See `KVBuffers.hidden`."""
-        raise EngineError("a table has no hidden states")
+        if self.states is None:
+            raise EngineError("no hidden states: no pass was made")
+        return self.states()
 
     def grow(self, rows: int, capacity: int, used: int) -> None:
         """See `KVBuffers.grow`."""
@@ -175,15 +189,18 @@ class TableEngine:
             raise ContractError(f"a table takes the buffers that it allocates, not {type(kv).__name__}")
         chunk.validate(self.spec, kv.rows - first_row, kv.capacity)
         texts: list[list[Text]] = []
+        befores: list[Text] = []
         for b, past in enumerate(chunk.past_lens.tolist()):
             row = kv.tokens[first_row + b]
             before, ids = tuple(row[:past].tolist()), chunk.input_ids[b].tolist()
             if -1 in before:
                 raise EngineError(f"row {first_row + b} attends slot {before.index(-1)}, which was never written")
+            befores.append(before)
             row[past : past + chunk.width] = ids
             mask, positions = chunk.chunk_mask[b].tolist(), chunk.position_ids[b].tolist()
             wanted = chunk.logit_indices[b].tolist()
             texts.append([self._text(before, ids, mask[node], node, positions[node]) for node in wanted])
+        kv.states = partial(self._states, befores, chunk)
         self.table.prepare(text for row in texts for text in row if not self._is_padding(text))
         out = np.zeros((*chunk.logit_indices.shape, self.spec.logits_size), self.spec.dtype)
         for b, wanted in enumerate(texts):
@@ -203,6 +220,15 @@ class TableEngine:
     def close(self) -> None:
         """See `Engine.close`: the table stays."""
 
+    def _states(self, befores: Sequence[Text], chunk: Chunk) -> FloatArray:
+        """Hidden states [B, S, taps * H] of a pass behind the texts `befores`."""
+        attended = [
+            [(*before, *ids[seen].tolist()) for seen in mask]
+            for before, ids, mask in zip(befores, chunk.input_ids, chunk.chunk_mask, strict=True)
+        ]
+        numbers = np.array([[self.table.number(text) for text in row] for row in attended], np.float64)
+        return np.broadcast_to(numbers[..., None], (*numbers.shape, self.spec.tapped_size))
+
     def _is_padding(self, text: Text) -> bool:
         """Whether a row that wants nothing was padded: `pack` asks for the logits of its first position."""
         return self.table.ids is not None and text[-1] == NOTHING
@@ -215,54 +241,6 @@ class TableEngine:
         if position != min(len(text), self.spec.max_length) - 1:
             raise EngineError(f"a token after {len(text) - 1} others was given position {position}")
         return text
-
-
-@contextmanager
-def bundle_view(manifest: Manifest, variant: str, *, size: int | None, end: int, max_batch: int) -> Iterator[Path]:
-    """A folder with the bundle's manifest and none of its weights, for `LLM(..., verify=False, opener=...)`.
-
-    Its only variant is `variant`. Every draft model's graph is named `drafters/<method>`, apart from the target's even
-    where a target drafts for itself. `size`: ids, all of them shared by target and draft; None: as in the bundle.
-    `end`: the only end token. Texts come out empty: the folder's tokenizer knows no words.
-    """
-    target = _model(manifest.target, manifest.target.variants[variant], "target", size)
-    drafters = dict(manifest.drafters)
-    for method, record in drafters.items():
-        if isinstance(record, ModelDrafter):
-            own = _model(record.model, next(iter(record.model.variants.values())), f"drafters/{method}", size)
-            shared = size or record.shared_vocab
-            drafters[method] = msgspec.structs.replace(record, model=own, shared_vocab=shared)
-        elif isinstance(record, LayerSkipDrafter):
-            own = _model(record.model, record.model.variants[variant], f"drafters/{method}", size)
-            drafters[method] = msgspec.structs.replace(record, model=own)
-    made = msgspec.structs.replace(
-        manifest,
-        target=target,
-        drafters=drafters,
-        limits=msgspec.structs.replace(manifest.limits, max_batch=max_batch),
-        tokenizer=msgspec.structs.replace(manifest.tokenizer, has_chat_template=False, eos_token_ids=[end]),
-    )
-    files = {name: FileRecord(sha256="0" * 64, bytes=0) for name in _files(made)}
-    with TemporaryDirectory(prefix="specdec-verify-") as folder:
-        (Path(folder) / MANIFEST_NAME).write_bytes(encode(msgspec.structs.replace(made, files=files)))
-        (Path(folder) / "tokenizer.json").write_text(_TOKENIZER, encoding="utf-8")
-        yield Path(folder)
-
-
-def _model(model: Model, variant: Variant, graph: str, size: int | None) -> Model:
-    size = size or model.spec.vocab_size
-    return Model(
-        spec=msgspec.structs.replace(model.spec, vocab_size=size, logits_size=size),
-        variants={"table": msgspec.structs.replace(variant, graph=graph)},
-    )
-
-
-def _files(manifest: Manifest) -> Iterator[str]:
-    yield "tokenizer.json"
-    for _, model in manifest.models():
-        for variant in model.variants.values():
-            yield variant.graph
-            yield f"{variant.graph}.data"
 
 
 def _common(left: Text, right: Text) -> int:

@@ -18,14 +18,14 @@ from time import perf_counter
 import msgspec
 import numpy as np
 
-from specdec.engines.base import Engine
+from specdec.engines.base import Engine, Heads
 from specdec.engines.command import CommandParser, run_command
-from specdec.engines.contract import ModelSpec
+from specdec.engines.contract import HeadsSpec, ModelSpec
 from specdec.engines.errors import RequestError
 from specdec.engines.invariance import kernel_noise, tree_noise
 from specdec.engines.manifest import read_manifest, verify_files
 from specdec.engines.prompts import PROMPTS
-from specdec.engines.registry import EngineConfig, backends, open_engine, with_plans
+from specdec.engines.registry import EngineConfig, backends, open_engine, open_heads, with_plans
 from specdec.runtime import LLM, SpeculativeConfig
 from specdec.runtime.params import ACCEPTANCE_RULES, Acceptance, is_lossless
 from specdec.runtime.text import TextCodec
@@ -92,8 +92,8 @@ class Verification:
         self.bundle = Path(args.bundle)
         self.manifest = read_manifest(self.bundle)
         self.variant = _chosen(args.variant, list(self.manifest.target.variants), "variant")
-        self.methods = [_chosen(name, list(self.manifest.drafters), "drafter") for name in args.method]
-        self.methods = self.methods or list(self.manifest.drafters)
+        self.methods = [_chosen(name, self.manifest.methods(), "drafter") for name in args.method]
+        self.methods = self.methods or self.manifest.methods()
         self.size = QUICK if args.quick else FULL
         self.samples = _positive(args.samples, self.size.samples, "--samples")
         self.batches = sorted(set(args.batch_size or [1, min(4, self.manifest.limits.max_batch)]))
@@ -105,6 +105,7 @@ class Verification:
         self.texts = _texts(args.prompts)[: _positive(args.limit, self.size.prompts, "--limit")]
         self.tokens = _positive(args.max_new_tokens, self.size.tokens, "--max-new-tokens")
         self.graph = cache(self._graph)
+        self.heads = cache(self._open_heads)
         self.llm = cache(self._llm)
         verify_files(self.bundle, self.manifest)
 
@@ -167,7 +168,7 @@ class Verification:
         engine = self.graph(graph, target.spec)
         if cases:
             ground = self._stack.enter_context(
-                closing(Ground(self.bundle, self.manifest, self.variant, self.graph, words))
+                closing(Ground(self.bundle, self.manifest, self.variant, self.graph, words, self.heads))
             )
             chance = FALSE_ALARM / sum(bool(case.setting.temperature) for case in cases)
             seeds = np.random.SeedSequence(args.seed).generate_state(self.samples, np.uint64).tolist()
@@ -187,6 +188,9 @@ class Verification:
     def _graph(self, graph: Path, spec: ModelSpec) -> Engine:
         """Open a graph; all that use it share it, and nobody else closes it."""
         return self._stack.enter_context(closing(open_engine(graph, spec, self._plans(graph))))
+
+    def _open_heads(self, graph: Path, spec: HeadsSpec) -> Heads:
+        return self._stack.enter_context(closing(open_heads(graph, spec, self.config)))
 
     def _again(self, threads: int) -> Engine:
         variant = self.manifest.target.variants[self.variant]
@@ -208,6 +212,7 @@ class Verification:
             engine=self.config,
             verify=False,
             opener=lambda graph, spec, config: self.graph(graph, spec),
+            heads_opener=lambda graph, spec, config: self.heads(graph, spec),
         )
 
     @staticmethod

@@ -16,13 +16,16 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from specdec.engines.base import Engine
-from specdec.engines.contract import FloatArray, ModelSpec
-from specdec.engines.manifest import LayerSkipDrafter, Manifest, ModelDrafter
-from specdec.engines.registry import EngineConfig
+from specdec.engines.base import Engine, Heads
+from specdec.engines.contract import FloatArray, HeadsSpec, IntArray, ModelSpec
+from specdec.engines.ids import read_ids
+from specdec.engines.manifest import BLOCKWISE, MEDUSA, LayerSkipDrafter, Manifest, MedusaDrafter, ModelDrafter
+from specdec.engines.registry import EngineConfig, open_heads
 from specdec.runtime import LLM, RequestOutput, SamplingParams, SpeculativeConfig
 from specdec.runtime.sampling import LogitsPipeline
-from specdec.tools.tables import Table, TableEngine, Text, bundle_view
+from specdec.tools.tables import Change, Table, TableEngine, Text
+from specdec.tools.tables_heads import HeadTable, TableHeads
+from specdec.tools.tables_view import bundle_view
 
 Tree = Literal["chain", "dynamic"]
 Drafts = Literal["sampled", "ranked", "looked up", "none"]
@@ -31,6 +34,7 @@ _TOKENS = 60  # that a table speaks of, at most, beside the text's own
 _PENALTY = 1.05  # of repetition: a larger one would rule out what n-grams guess
 _NEAR, _FAR = 0.9, 0.2  # acceptance beyond which a draft's logits are disturbed
 _DISTURBED, _SPREADS = 6, (0.25, 0.5, 0.7, 1.0, 1.4, 2.0)  # so many of the best logits move, by about so much,
+_OF_HEADS = (MEDUSA, BLOCKWISE)
 _WANTED = 0.5  # so that acceptance comes near this
 
 
@@ -64,10 +68,12 @@ class Ground:
         variant: str,
         open_graph: Callable[[Path, ModelSpec], Engine],
         words: Sequence[int],
+        open_heads: Callable[[Path, HeadsSpec], Heads] = open_heads,
     ) -> None:
         self.manifest, self._variant, self._stack = manifest, variant, ExitStack()
         target = manifest.target
         self._engines = {"target": open_graph(bundle / target.variants[variant].graph, target.spec)}
+        self._heads: tuple[Heads, IntArray | None] | None = None
         limit = target.spec.vocab_size
         for method, record in manifest.drafters.items():
             if isinstance(record, ModelDrafter):
@@ -77,17 +83,25 @@ class Ground:
             elif isinstance(record, LayerSkipDrafter):
                 graph = record.model.variants[variant].graph
                 self._engines[f"drafters/{method}"] = open_graph(bundle / graph, record.model.spec)
+            elif isinstance(record, MedusaDrafter):
+                size, most = record.spec.logits_size, target.spec.logits_size
+                ids = read_ids(bundle / record.ids, size, most) if record.ids else None
+                self._heads = open_heads(bundle / record.graph, record.spec), ids
         self._full: dict[int, Table] = {}  # by engine: a target that drafts for itself has one table
         self._few: dict[int, Table] = {}
+        self._head_tables: dict[int, HeadTable] = {}
         text = _repeating_text(self._table(self._engines["target"], None), words, limit)
-        likely = [self._table(engine, None) for engine in self._engines.values()]
+        likely: list[Table | HeadTable] = [self._table(engine, None) for engine in self._engines.values()]
+        if self._heads is not None:
+            likely.append(self._head_table(None))
         self.ids = [-1, *_likely_tokens(likely, text, limit)]
         self._number = {token: index for index, token in enumerate(self.ids)}
         self._prompts = {"few": tuple(self._number[token] for token in text), "full": tuple(text)}
         self.boost = self._boost()
         end = self._end()
         self._ends = (end, self.ids[end])  # in the ids of the few tokens, and of the whole vocabulary
-        drafts = [method for method in manifest.drafters if f"drafters/{method}" in self._engines]
+        drafts = [name.removeprefix("drafters/") for name in self._engines if name != "target"]
+        drafts += _OF_HEADS if self._heads is not None else ()
         self.disturbed = {method: spread for method in drafts if (spread := self._disturbance(method)) is not None}
         self.watched = 0  # logits compared
         self.llm = cache(self._llm)
@@ -157,10 +171,13 @@ class Ground:
                 new = len(tokens) - len(self.prompt(full=full))
                 raise DifferenceError(f"answer token {new + 1} was chosen from logits of another text")
 
+        def heads_opener(graph: Path, spec: HeadsSpec, config: EngineConfig | None) -> Heads:
+            return TableHeads(self._head_table(None if full else self.ids), self._change(MEDUSA))
+
         config = SpeculativeConfig(
             method=method, tree=tree, draft_sample_method="greedy" if drafts == "ranked" else "probabilistic"
         )
-        return LLM(folder, speculative=config, verify=False, opener=opener, watch=watch)
+        return LLM(folder, speculative=config, verify=False, opener=opener, heads_opener=heads_opener, watch=watch)
 
     def _table(self, engine: Engine, ids: Sequence[int] | None) -> Table:
         tables = self._full if ids is None else self._few
@@ -170,8 +187,19 @@ class Ground:
 
     def _engine(self, name: str, *, full: bool) -> TableEngine:
         table = self._table(self._engines[name], None if full else self.ids)
-        spread = self.disturbed.get(name.removeprefix("drafters/"))
-        return TableEngine(table, None if spread is None else partial(disturb, spread=spread))
+        return TableEngine(table, self._change(name.removeprefix("drafters/")))
+
+    def _head_table(self, ids: Sequence[int] | None) -> HeadTable:
+        """The Medusa heads on the target's table of these ids."""
+        assert self._heads is not None, "the bundle has heads"
+        table = self._table(self._engines["target"], ids)
+        if id(table) not in self._head_tables:
+            self._head_tables[id(table)] = HeadTable(*self._heads, table)
+        return self._head_tables[id(table)]
+
+    def _change(self, method: str) -> Change | None:
+        spread = self.disturbed.get(method)
+        return None if spread is None else partial(disturb, spread=spread)
 
     def _disturbance(self, method: str) -> float | None:
         """By how much a draft is disturbed: not at all if it is sometimes rejected and sometimes accepted."""
@@ -183,7 +211,12 @@ class Ground:
     def _acceptance(self, method: str, spread: float | None) -> float:
         """Mean chance that a drawn token is accepted, at the first two positions."""
         prompt, pipeline = self.prompt(full=False), LogitsPipeline(SamplingParams(temperature=1.0, top_k=3), 0)
-        target, draft = (self._table(self._engines[name], self.ids) for name in ("target", f"drafters/{method}"))
+        target = self._table(self._engines["target"], self.ids)
+        draft: Table | HeadTable
+        if method in _OF_HEADS:
+            draft = self._head_table(self.ids)
+        else:
+            draft = self._table(self._engines[f"drafters/{method}"], self.ids)
         p = pipeline.probabilities(target.logits(prompt), prompt)
         chances = []
         for text in (prompt, *((*prompt, int(token)) for token in np.flatnonzero(p))):
@@ -244,7 +277,7 @@ def _repeating_text(table: Table, words: Sequence[int], limit: int) -> Text:
     return min(found)[1]
 
 
-def _likely_tokens(tables: Sequence[Table], text: Text, limit: int) -> list[int]:
+def _likely_tokens(tables: Sequence[Table | HeadTable], text: Text, limit: int) -> list[int]:
     """The text's tokens, and those that are likely after it, after its continuations, and after those of these."""
     chosen = dict.fromkeys(text)
     level: list[Text] = [text]

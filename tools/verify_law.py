@@ -12,7 +12,7 @@ from time import perf_counter
 
 import msgspec
 
-from specdec.engines.manifest import Manifest, NgramDrafter
+from specdec.engines.manifest import BLOCKWISE, Manifest, NgramDrafter
 from specdec.runtime import RequestOutput
 from specdec.runtime.params import Acceptance
 from specdec.tools.evidence import Fit, fit
@@ -85,7 +85,7 @@ def plan(
     for tree, setting in _SETTINGS:
         if tree == "chain" and setting.temperature and "coupled" in rules:
             chosen.append((None, "coupled", tree, "none", setting))
-        for method in methods if trees or tree == "chain" else ():
+        for method in (each for each in methods if tree == "chain" or (trees and each != BLOCKWISE)):
             for rule, drafts in _verified(manifest, method, rules, tree, setting):
                 chosen.append((method, rule, tree, drafts, setting))
     cases = [
@@ -115,12 +115,13 @@ def _verified(
     manifest: Manifest, method: str, rules: Sequence[Acceptance], tree: Tree, setting: Setting
 ) -> Iterator[tuple[Acceptance, Drafts]]:
     """Which rules verify which drafts of a method in a setting; where `block` is the rule `token`, one of them."""
-    looked_up = isinstance(manifest.drafters[method], NgramDrafter)
+    looked_up = isinstance(manifest.drafters.get(method), NgramDrafter)
     other: Sequence[Acceptance] = [rule for rule in rules if rule != "block"] or rules
     if setting.temperature == 0:  # no rule takes part, and drafts are ranked in any case
         yield rules[0], "looked up" if looked_up else "ranked"
-    elif looked_up:
-        yield from ((rule, "looked up") for rule in (rules if (tree, setting) == _SETTINGS[2] else other))
+    elif looked_up or method == BLOCKWISE:
+        drafts: Drafts = "looked up" if looked_up else "ranked"
+        yield from ((rule, drafts) for rule in (rules if (tree, setting) == _SETTINGS[2] else other))
     else:
         every = tree == "chain" or (tree, setting) == _SETTINGS[3]  # a tree may come out as a chain
         yield from ((rule, "sampled") for rule in (rules if every else other))

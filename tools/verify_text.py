@@ -19,6 +19,7 @@ from specdec.engines.base import Engine
 from specdec.engines.chunk import RowInput, pack
 from specdec.engines.contract import FloatArray
 from specdec.engines.errors import RequestError
+from specdec.engines.manifest import BLOCKWISE
 from specdec.engines.scoring import LEAST_WIDTH
 from specdec.runtime import LLM, SamplingParams
 from specdec.runtime.chance import PositionNoise
@@ -246,7 +247,7 @@ def text_runs(
     runs += [Run(kind="greedy", batch=batch) for batch in batches if batch > 1]
     for method in methods:
         runs += [Run(kind="greedy", method=method, batch=batch) for batch in batches]
-        if trees:
+        if trees and method != BLOCKWISE:
             runs.append(Run(kind="greedy", method=method, tree="dynamic", batch=batches[-1]))
     if not coupled:
         return runs
