@@ -45,7 +45,8 @@ class HeadTable:
 
     def logits(self, text: Text) -> FloatArray:
         """Logits [V] of the token after `text`, as head 0 drafts it from the token before the last one."""
-        return self.scores(text[:-1])[0]
+        first: FloatArray = self.scores(text[:-1])[0]
+        return first
 
     def prepare(self, texts: Iterable[Text]) -> None:
         """Compute what is missing of `texts`."""

@@ -208,6 +208,7 @@ class ExactPipeline:
     def __init__(self, pipeline: LogitsPipeline) -> None:
         self._pipeline = pipeline
         self.scores, self.best, self.logprob = pipeline.scores, pipeline.best, pipeline.logprob
+        self.ignores_history = pipeline.ignores_history
 
     def probabilities(self, logits: np.ndarray, history: list[int]) -> Distribution:
         return distribution(*np.ceil(self._pipeline.probabilities(logits, history) * 4096).astype(int))

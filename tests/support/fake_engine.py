@@ -16,7 +16,9 @@ from specdec.engines.errors import EngineError
 STALE, PADDING, WRITTEN = 0, 1, 2
 
 
-def fake_spec(vocab_size: int = 8, *, max_length: int = 64, logits_size: int | None = None) -> ModelSpec:
+def fake_spec(
+    vocab_size: int = 8, *, max_length: int = 64, logits_size: int | None = None, taps: tuple[str, ...] = ()
+) -> ModelSpec:
     return ModelSpec(
         num_layers=1,
         num_kv_heads=1,
@@ -25,6 +27,7 @@ def fake_spec(vocab_size: int = 8, *, max_length: int = 64, logits_size: int | N
         logits_size=logits_size or vocab_size,
         vocab_size=vocab_size,
         max_length=max_length,
+        taps=taps,
     )
 
 
@@ -32,6 +35,7 @@ def fake_spec(vocab_size: int = 8, *, max_length: int = 64, logits_size: int | N
 class FakeKV:
     tokens: np.ndarray  # [rows, capacity]
     state: np.ndarray  # [rows, capacity]
+    states: np.ndarray | None = None  # hidden states of the last pass
 
     @property
     def rows(self) -> int:
@@ -47,7 +51,9 @@ class FakeKV:
 
     @property
     def hidden(self) -> FloatArray:
-        raise EngineError("the fake engine has no hidden states")
+        if self.states is None:
+            raise EngineError("the fake engine has no hidden states")
+        return self.states
 
     def grow(self, rows: int, capacity: int, used: int) -> None:
         assert rows >= self.rows
@@ -78,7 +84,10 @@ class FakeKV:
 
 @dataclass
 class FakeEngine:
-    """`order`: how many attended tokens the logits depend on (None: all). `min_width`: narrower passes raise."""
+    """`order`: how many attended tokens the logits depend on (None: all). `min_width`: narrower passes raise.
+
+    A token's hidden state, the same at every tap, is the number of the text that it ends: its place in `texts`.
+    """
 
     spec: ModelSpec
     seed: int = 0
@@ -89,6 +98,7 @@ class FakeEngine:
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(device="fake"))
     closed: bool = False
     known: dict[tuple[int, ...], FloatArray] = field(default_factory=dict)
+    texts: dict[tuple[int, ...], int] = field(default_factory=dict)
     prefilling: bool = False  # set by `rows.WatchedModel`: a prefill asks for no logits that tell padding from tokens
 
     def allocate(self, rows: int, capacity: int) -> FakeKV:
@@ -127,6 +137,12 @@ class FakeEngine:
                 kv.state[row, past + i] = PADDING if padding else WRITTEN
             for n, i in enumerate(chunk.logit_indices[b]):
                 out[b, n] = self._node(chunk, kv, b, row, past, int(i))
+        if self.spec.taps:
+            kv.states = np.zeros((chunk.rows, chunk.width, self.spec.tapped_size))
+            for b, i in np.ndindex(chunk.rows, chunk.width):
+                before = kv.tokens[first_row + b, : chunk.past_lens[b]].tolist()
+                text = (*before, *chunk.input_ids[b, chunk.chunk_mask[b, i]].tolist())
+                kv.states[b, i] = self.texts.setdefault(text, len(self.texts))
         return out
 
     def _node(self, chunk: Chunk, kv: FakeKV, b: int, row: int, past: int, i: int) -> FloatArray:

@@ -56,7 +56,7 @@ def make_scheduler(
     min_width: int = 2,
 ) -> Scheduler:
     """`drafter`: one, or what makes one that drafts in the target's cache."""
-    model = WatchedModel(target, max_rows=max_rows, min_width=min_width)
+    model = WatchedModel(target, max_rows=max_rows, min_width=min_width, keeps_hidden=bool(target.spec.taps))
     return Scheduler(model, drafter(model) if callable(drafter) else drafter)
 
 
