@@ -34,6 +34,7 @@ EXAMPLES = """examples:
   specdec-export model.gguf -o model.bundle --drafter ngram --drafter model:small.gguf
   specdec-export Qwen/Qwen3-0.6B -o qwen3.bundle --precision int8 --draft-precision int4 --max-length 4096 --json
   specdec-export ./SmolLM2-135M-Instruct -o skipping.bundle --drafter ngram --drafter layerskip:20
+  specdec-export ./SmolLM2-135M-Instruct -o heads.bundle --drafter medusa:./smollm2-medusa --precision int8
   specdec-export ./llama -o llama.bundle --precision fp8 --calibration prompts.jsonl --backend tensorrt-rtx --arch sm89
 """
 

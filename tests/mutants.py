@@ -38,6 +38,9 @@ PROPOSALS = GROWTH + "test_proposals_are_those_of_the_drafts_definition"
 GREEDY_TREES = GROWTH + "test_greedy_trees_give_the_targets_own_text"
 OWN_DRAFT = GROWTH + "test_the_target_as_its_own_draft_is_accepted_to_the_last_token"
 GENERATIONS = GROWTH + "test_generations_are_distributed_as_plain_decoding"
+MEDUSA = "tests/test_medusa.py::"
+HEADS = MEDUSA + "test_proposals_are_those_of_the_heads_definition"
+SKIPPING = "tests/test_layerskip.py::"
 TERMS = ("repetition", "presence", "frequency", "bad words", "least length", "grammar")
 
 
@@ -238,6 +241,35 @@ MUTANTS = (
     Mutant("chances do not multiply", "how wide a draft is", "drafters/ngram.py",
            "chance := chance * _acceptance", "chance := _acceptance",
            (NGRAM + "test_the_dearer_a_position_the_narrower_the_draft",)),
+    # Medusa heads
+    Mutant("state of another token", "heads draft from too early a place", "drafters/medusa.py",
+           "taken[-1, self._final]", "taken[0, self._final]",
+           (HEADS, MEDUSA + "test_heads_that_know_the_target_are_accepted_to_the_last_token")),
+    Mutant("state of a row that left", "heads draft for another row", "drafters/medusa.py",
+           "self._states[index] = self._states[-1]", "pass", (HEADS,)),
+    Mutant("heads in reverse", "the last head drafts the first token", "drafters/medusa.py",
+           "for scored in logits:", "for scored in logits[::-1]:",
+           (HEADS, MEDUSA + "test_heads_that_know_the_target_are_accepted_to_the_last_token")),
+    Mutant("map of ids ignored", "a reduced vocabulary drafts other tokens", "drafters/medusa.py",
+           "known[self._ids] =", "known[: len(self._ids)] =", (HEADS + "[chain-greedy-reduced]",)),
+    Mutant("q from raw logits of heads", "the heads miss what the request asks for", "drafters/medusa.py",
+           "distribution(row, known, history) for", "np.exp(known) / np.exp(known).sum() for", (HEADS,)),
+    Mutant("heads' history without the draft", "the heads miss what the request asks for", "drafters/medusa.py",
+           "row.tokens + tree.text(node) for", "list(row.tokens) for", (HEADS,)),
+    Mutant("one distribution for a level", "siblings' children share a history", "drafters/medusa.py",
+           "if row.pipeline.ignores_history else", "if True else", (HEADS,)),
+    Mutant("heads' noise of the round", "the heads agree by chance only", "drafters/medusa.py",
+           "position=len(histories[0])", "position=len(row.tokens)", (HEADS + "[chain-coupled-all ids]",)),
+    Mutant("worth of a sibling from its neighbour", "the chosen tree", "drafters/growth.py",
+           "(above * ranks[rank + 1],", "(worth * ranks[rank + 1],",
+           (MEDUSA + "test_the_chosen_tree_is_the_best_of_all",)),
+    # Layer skipping
+    Mutant("the target's rows are not followed", "the draft reads what it held before", "drafters/layerskip.py",
+           "        self._borrowed.follow()\n", "",
+           (SKIPPING + "test_drafts_are_accepted_and_rejected_and_the_text_stays",)),
+    Mutant("drafted slots are lost when the cache grows", "the draft attends to nothing", "kv.py",
+           "self._target.reserve(slots, max(used, int(self.lens[: self.rows].max())))", "self._target.reserve(slots)",
+           (SKIPPING + "test_drafts_do_not_notice_that_the_cache_grows_under_them",)),
 )  # fmt: skip
 
 

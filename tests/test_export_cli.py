@@ -190,8 +190,9 @@ def test_long_contexts_are_capped_and_said_so(
         (["--workspace", "0", "--backend", "tensorrt-rtx"], "workspace is 0: it must be at least 1"),
         (["--keep", "*"], "--keep and --calibration are of quantized precisions: fp32 is none"),
         (
-            ["--drafter", "medusa:x"],
-            "drafter medusa:x is not available in this version: choose from ngram, model:PATH, layerskip:N, none",
+            ["--drafter", "hydra:x"],
+            "drafter hydra:x is not available in this version: "
+            "choose from ngram, model:PATH, layerskip:N, medusa:DIR, none",
         ),
         (["--drafter", "ngram", "--drafter", "none"], "drafter none stands alone"),
         (["--drafter", "ngram", "--drafter", "ngram"], "a bundle holds one drafter of each kind"),

@@ -322,9 +322,9 @@ def test_options_that_the_bundle_lacks_are_named(options: dict, message: str) ->
     ("options", "message"),
     [
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1"),
-        ({"tree": "wide"}, "tree must be chain, dynamic or a list of paths, not 'wide'"),
+        ({"tree": "wide"}, "tree must be chain, dynamic, measured or a list of paths, not 'wide'"),
         ({"tree": [[0], [1, 0]]}, r"the tree has the path \[1, 0\] without its parent"),
-        ({"tree": None}, "tree must be chain, dynamic or a list of paths of ranks, not None"),
+        ({"tree": None}, "tree must be chain, dynamic, measured or a list of paths of ranks, not None"),
         ({"tree": [1, 2]}, "list of paths of ranks"),
         ({"tree": [["a"]]}, "list of paths of ranks"),
         ({"tree": []}, "list of paths of ranks"),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from specdec.export.medusa_model import MedusaConfig, MedusaModel, write_medusa
@@ -59,20 +60,19 @@ def final_states(model: Any, text: Sequence[int]) -> torch.Tensor:
 def learn(heads: MedusaModel, model: Any, texts: Sequence[Sequence[int]], steps: int = 120) -> None:
     """Let `heads` know by heart what follows in `texts`: head i at token t the token t + 2 + i."""
     number = {int(token): place for place, token in enumerate(target_ids(heads))}
-    pairs = [
-        (head, state, number[text[place + 2 + head]])
-        for text in texts
-        for place, state in enumerate(final_states(model, text))
-        for head in range(heads.config.heads)
-        if place + 2 + head < len(text) and text[place + 2 + head] in number
-    ]
-    which, right = torch.tensor([head for head, _, _ in pairs]), torch.tensor([token for *_, token in pairs])
-    states = torch.stack([state for _, state, _ in pairs])
+    states = torch.cat([final_states(model, text) for text in texts])
+    right = torch.full((len(states), heads.config.heads), -100)  # -100: what cross_entropy leaves out
+    start = 0
+    for text in texts:
+        for place, head in np.ndindex(len(text), heads.config.heads):
+            if place + 2 + head < len(text):
+                right[start + place, head] = number.get(text[place + 2 + head], -100)
+        start += len(text)
     optimizer = torch.optim.Adam(heads.parameters(), lr=0.02)
     for _ in range(steps):
         optimizer.zero_grad()
-        logits = heads(states)[torch.arange(len(pairs)), which]
-        torch.nn.functional.cross_entropy(logits, right).backward()  # type: ignore[no-untyped-call]
+        loss = torch.nn.functional.cross_entropy(heads(states).flatten(0, 1), right.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
