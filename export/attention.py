@@ -38,7 +38,7 @@ def contract_attention(model: Any) -> Iterator[None]:
             registry._global_mapping.pop(NAME, None)
 
 
-class _Cache(Cache):
+class ChunkCache(Cache):
     """Hands new keys and values through: the cache lives in the graph's inputs."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class _Cache(Cache):
         return query_length, 0
 
 
-class _Round:
+class Round:
     """The chunk that is being traced: its inputs, and the masks and cache outputs that come into being."""
 
     def __init__(
@@ -94,8 +94,31 @@ class _Round:
             visible = visible & (self.position_ids.unsqueeze(2) - position.unsqueeze(1) < window)
         return visible.unsqueeze(1)
 
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """The cache outputs, in the contract's order."""
+        return tuple(tensor for layer in sorted(self.present) for tensor in self.present[layer])
 
-_round: ContextVar[_Round] = ContextVar("specdec_round")
+
+_round: ContextVar[Round] = ContextVar("specdec_round")
+
+
+@contextmanager
+def running_chunk(
+    position_ids: torch.Tensor, past_lens: torch.Tensor, chunk_mask: torch.Tensor, past: list[torch.Tensor]
+) -> Iterator[Round]:
+    """While open, attention works on this chunk and leaves its cache outputs in what is given."""
+    now = Round(position_ids, past_lens, chunk_mask, past)
+    token = _round.set(now)
+    try:
+        yield now
+    finally:
+        _round.reset(token)
+
+
+def at_indices(hidden: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:
+    """hidden [B, S, H], logit_indices [B, N] -> [B, N, H]."""
+    shape = (*logit_indices.shape, hidden.shape[-1])
+    return emit("GatherND", (hidden, logit_indices.unsqueeze(2)), hidden, shape=shape, batch_dims=1)
 
 
 def _attend(
@@ -145,22 +168,18 @@ class ContractModule(nn.Module):
         logit_indices: torch.Tensor,
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        now = _Round(position_ids, past_lens, chunk_mask, past)
 
         def gather(_: nn.Module, __: Any, output: Any) -> Any:
-            hidden = output.last_hidden_state  # [B, S, H] -> [B, N, H]
-            shape = (*logit_indices.shape, hidden.shape[-1])
-            inputs = (hidden, logit_indices.unsqueeze(2))
-            output.last_hidden_state = emit("GatherND", inputs, hidden, shape=shape, batch_dims=1)
+            output.last_hidden_state = at_indices(output.last_hidden_state, logit_indices)
             return output
 
-        token = _round.set(now)
         hook = self.model.base_model.register_forward_hook(gather)
         try:
-            logits = self.model(input_ids=input_ids, position_ids=position_ids, cache=_Cache(), use_cache=True).logits
+            with running_chunk(position_ids, past_lens, chunk_mask, past) as now:
+                given = {"input_ids": input_ids, "position_ids": position_ids}
+                logits = self.model(**given, cache=ChunkCache(), use_cache=True).logits
         finally:
             hook.remove()
-            _round.reset(token)
         if logits.dtype == torch.bfloat16:  # which numpy does not have
             logits = logits.float()
-        return (logits, *(tensor for layer in sorted(now.present) for tensor in now.present[layer]))
+        return (logits, *now.outputs())

@@ -15,28 +15,28 @@ from torch import nn
 
 from specdec.engines.contract import OPSET
 
+ROTARY = "apply_rotary_pos_emb"
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @contextmanager
 def single_operators(model: Any) -> Iterator[None]:
-    """While open, recognised RMS norms and the rotary function of `model`'s module emit the operators.
+    """While open, recognised RMS norms and the rotary function of `model`'s modules emit the operators.
 
     The norms stay replaced in `model` itself (it is a model made for tracing); the function is put back at the end.
     """
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             replace_norm(module)
-    family = sys.modules[type(model).__module__]
-    original = getattr(family, "apply_rotary_pos_emb", None)
-    if original is None:
-        yield
-        return
-    vars(family)["apply_rotary_pos_emb"] = rotary_operator(original)
+    sources = {type(module).__module__: sys.modules[type(module).__module__] for module in model.modules()}
+    originals = [(vars(source), vars(source)[ROTARY]) for source in sources.values() if ROTARY in vars(source)]
+    for names, original in originals:
+        names[ROTARY] = rotary_operator(original)
     try:
         yield
     finally:
-        vars(family)["apply_rotary_pos_emb"] = original
+        for names, original in originals:
+            names[ROTARY] = original
 
 
 def emit(

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from specdec.engines.contract import CHUNK_INPUTS, LOGITS, OPSET, Dtype, ModelSpec, past_names, present_names
+from specdec.engines.contract import FEATURES, OPSET, Dtype, ModelSpec, past_names, present_names
 from specdec.engines.errors import ExportError
 from specdec.export.attention import ContractModule, contract_attention
 from specdec.export.canonical import AXES
@@ -62,14 +62,14 @@ def trace(config: PretrainedConfig, dtype: Dtype = "float32", *, repeat: bool = 
     """
     check_supported(config)
     text = text_config(config)
-    with _quiet():
-        whole = _empty_model(text, dtype)
-        plan = plan_layers(whole) if repeat else full_plan(whole)
-        traced = _empty_model(template_config(text, plan), dtype) if plan.repeats else whole
-        if plan.repeats and signatures(traced) != tuple(signatures(whole)[index] for index in plan.templates):
-            plan, traced = full_plan(whole), whole
-        spec = model_spec(traced.config, traced.config.vocab_size, dtype)
-        graph = _traced_graph(traced, spec)
+    whole = _empty_model(text, dtype)
+    plan = plan_layers(whole) if repeat else full_plan(whole)
+    traced = _empty_model(template_config(text, plan), dtype) if plan.repeats else whole
+    if plan.repeats and signatures(traced) != tuple(signatures(whole)[index] for index in plan.templates):
+        plan, traced = full_plan(whole), whole
+    traced.tie_weights()
+    mark(traced)
+    graph = traced_graph(ContractModule(traced), model_spec(traced.config, traced.config.vocab_size, dtype))
     lower(graph)
     repeat_layers(graph, plan)
     return finish(graph, model_spec(text, text.vocab_size, dtype))
@@ -83,12 +83,15 @@ def _empty_model(config: PretrainedConfig, dtype: Dtype) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _traced_graph(model: Any, spec: ModelSpec) -> ir.Model:
-    """Trace `model` as it is; its layers are marked, its inputs and outputs named as the contract says."""
+def traced_graph(module: Any, spec: ModelSpec) -> ir.Model:
+    """Trace `module`, whose `model` lies behind the contract's inputs and outputs, which get their names.
+
+    The model is one that is made for tracing: on the meta device but for its buffers. Raises `ExportError`.
+    """
+    model = module.model
     buffers = dict(model.named_buffers())
-    model.tie_weights()
-    mark(model)
     with ExitStack() as stack:
+        stack.enter_context(_quiet())
         stack.enter_context(single_operators(model))
         stack.enter_context(contract_attention(model))
         fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -96,9 +99,7 @@ def _traced_graph(model: Any, spec: ModelSpec) -> ir.Model:
             _fake_parameters(model)
             inputs = _example_inputs(spec)
         try:
-            program = torch.export.export(
-                ContractModule(model), inputs, dynamic_shapes=_dynamic_shapes(spec), strict=False
-            )
+            program = torch.export.export(module, inputs, dynamic_shapes=_dynamic_shapes(spec), strict=False)
             exported = torch.onnx.export(program, dynamo=True, opset_version=OPSET, optimize=False, verbose=False)
         except ExportError:
             raise
@@ -127,12 +128,14 @@ def _example_inputs(spec: ModelSpec) -> tuple[Any, ...]:
     rows, width, positions, capacity = 2, 3, 5, 67
     dtype = TORCH_DTYPES[spec.dtype]
     past = [torch.empty(rows, spec.num_kv_heads, capacity, spec.head_dim, dtype=dtype) for _ in _cache(spec)]
+    features = [torch.empty(rows, width, spec.features, dtype=dtype)] if spec.features else []
     return (
         torch.zeros(rows, width, dtype=torch.int64),
         torch.zeros(rows, width, dtype=torch.int64),
         torch.zeros(rows, dtype=torch.int64),
         torch.zeros(rows, width, width, dtype=torch.bool),
         torch.zeros(rows, positions, dtype=torch.int64),
+        *features,
         past,
     )
 
@@ -145,6 +148,7 @@ def _dynamic_shapes(spec: ModelSpec) -> dict[str, Any]:
         "past_lens": {0: rows},
         "chunk_mask": {0: rows, 1: width, 2: width},
         "logit_indices": {0: rows, 1: positions},
+        **({FEATURES: {0: rows, 1: width}} if spec.features else {}),
         "past": [{0: rows, 2: capacity} for _ in _cache(spec)],
     }
 
@@ -169,9 +173,9 @@ def _name_values(
     A tied parameter has its first name, the others are its `ALIASES`.
     """
     graph = model.graph
-    for value, name in zip(graph.inputs, [*CHUNK_INPUTS, *past_names(spec.num_layers)], strict=True):
+    for value, name in zip(graph.inputs, [*spec.inputs, *past_names(spec.num_layers)], strict=True):
         value.name = name
-    for value, name in zip(graph.outputs, [LOGITS, *present_names(spec.num_layers)], strict=True):
+    for value, name in zip(graph.outputs, [*spec.outputs, *present_names(spec.num_layers)], strict=True):
         value.name = name
     for value in list(graph.initializers.values()):
         assert value.name is not None

@@ -69,8 +69,22 @@ class _Slot:
     parts: tuple[_Part, ...]
     transposed: bool
     quantized: Quantized | None
+    file: str
     offset: int
     length: int
+
+    @property
+    def content(self) -> object:
+        """Equal for equal bytes."""
+        return (tuple(part.names for part in self.parts), self.transposed, self.quantized, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Lender:
+    """A graph whose data file, `data` in the same folder, has some of what another graph reads (by name and form)."""
+
+    graph: ir.Model
+    data: str
 
 
 def parts_of(weight: ir.Value) -> tuple[tuple[str, int], ...]:
@@ -92,7 +106,7 @@ def checkpoint_shape(weight: ir.Value) -> tuple[int, ...]:
 
 def graph_bytes(graph: ir.Model) -> int:
     """Bytes of the data file that `write_graph` writes."""
-    return _end(_layout(graph))
+    return _end(_layout(graph, "data"))
 
 
 def write_graph(
@@ -101,35 +115,40 @@ def write_graph(
     path: Path,
     progress: Callable[[int, int], None] | None = None,
     grids: Mapping[str, Grid] | None = None,
+    lender: Lender | None = None,
 ) -> None:
     """Write `graph` to `path` and its parameters, taken from `weights`, to `path` + ".data" beside it.
 
-    What the graph holds quantized is taken from `grids`, which has the names of `weights`. Holds one tensor at a time
+    What the graph holds quantized is taken from `grids`, which has the names of `weights`; what `lender` has is read
+    where it lies, and is in neither. Holds one tensor at a time
     besides them; equal graphs, weights and grids give equal bytes. `progress(done, total)` is called in bytes. Raises
     `ExportError` naming the first parameter that is missing, unused or of another shape, before anything is written,
     and `ResourceError` when the disk does not take it.
     """
-    slots = _layout(graph)
-    _check(slots, weights)
     data = path.with_name(path.name + ".data")
+    slots = [slot for slot in _layout(graph, data.name, lender) if slot.file == data.name]
+    _check(slots, weights)
     try:
         _write_data(slots, weights, grids or {}, data, progress)
-        save_graph(graph, path, data.name)
+        save_graph(graph, path, data.name, lender=lender)
     except OSError as exc:
         raise ResourceError(f"{exc.filename or data} cannot be written: {exc.strerror or exc}") from exc
 
 
-def save_graph(graph: ir.Model, path: Path, data: str, whole: ir.Model | None = None) -> None:
+def save_graph(
+    graph: ir.Model, path: Path, data: str, whole: ir.Model | None = None, lender: Lender | None = None
+) -> None:
     """Write `graph` to `path`; its parameters are those in the file `data` beside it, laid out by `write_graph`.
 
     `whole`: the graph that the file was written for, if `graph` has only some of its parameters (by name). Raises
     `ExportError` when it has others.
     """
-    own = {slot.name: slot.value for slot in _layout(graph)}
-    slots = [replace(slot, value=own.pop(slot.name)) for slot in _layout(whole or graph) if slot.name in own]
+    own = {slot.name: slot.value for slot in _layout(graph, data)}
+    laid_out = _layout(whole or graph, data, lender)
+    slots = [replace(slot, value=own.pop(slot.name)) for slot in laid_out if slot.name in own]
     if own:
         raise ExportError(f"parameter {next(iter(own))} is not in {data}")
-    with _external(slots, data):
+    with _external(slots):
         ir.save(graph, path)
 
 
@@ -156,12 +175,12 @@ def _end(slots: list[_Slot]) -> int:
 
 
 @contextmanager
-def _external(slots: list[_Slot], location: str) -> Iterator[None]:
-    """While open, the parameters refer to their places in the data file."""
+def _external(slots: list[_Slot]) -> Iterator[None]:
+    """While open, the parameters refer to their places in the data files."""
     try:
         for slot in slots:
             slot.value.const_value = ir.ExternalTensor(
-                location, slot.offset, slot.length, slot.dtype, shape=slot.shape, name=slot.name, base_dir=""
+                slot.file, slot.offset, slot.length, slot.dtype, shape=slot.shape, name=slot.name, base_dir=""
             )
         yield
     finally:
@@ -169,10 +188,14 @@ def _external(slots: list[_Slot], location: str) -> Iterator[None]:
             slot.value.const_value = None
 
 
-def _layout(graph: ir.Model) -> list[_Slot]:
-    """Parameters in the order of the graph's initializers, each at an aligned offset; equal bytes are there once."""
+def _layout(graph: ir.Model, data: str, lender: Lender | None = None) -> list[_Slot]:
+    """Parameters in the order of the graph's initializers, each at an aligned offset of the file `data`.
+
+    Equal bytes are there once, and not at all if `lender` has them.
+    """
     slots: list[_Slot] = []
-    places: dict[object, int] = {}
+    lent = _layout(lender.graph, lender.data) if lender is not None else []
+    places = {slot.content: (slot.file, slot.offset) for slot in lent}
     end = 0
     for value in graph.graph.initializers.values():
         if value.const_value is not None:
@@ -191,12 +214,12 @@ def _layout(graph: ir.Model) -> list[_Slot]:
             for name, size in joined_parts
         )
         length = math.ceil(math.prod(sizes) * value.dtype.itemsize)
-        same = (tuple(part.names for part in parts), source, quantized, value.dtype)
-        offset = places.setdefault(same, -(-end // ALIGNMENT) * ALIGNMENT)
-        slots.append(
-            _Slot(value, value.name, value.shape, value.dtype, parts, source is not None, quantized, offset, length)
-        )
-        end = max(end, offset + length)
+        form = (value, value.name, value.shape, value.dtype, parts, source is not None, quantized)
+        slot = _Slot(*form, data, -(-end // ALIGNMENT) * ALIGNMENT, length)
+        file, offset = places.setdefault(slot.content, (slot.file, slot.offset))
+        slots.append(replace(slot, file=file, offset=offset))
+        if file == data:
+            end = max(end, offset + length)
     return slots
 
 
