@@ -51,7 +51,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Shape of one model as its engine sees it; stored in the manifest.
 
     `vocab_size` counts the ids that the tokenizer knows; logits from there up to `logits_size` are padding of the
-    checkpoint and are never emitted. `max_length` is the largest number of tokens (prompt and answer) of a row.
+    checkpoint and are never emitted. (A drafter of a reduced vocabulary knows more ids than it has logits, which are in
+    an order of their own.) `max_length` is the largest number of tokens (prompt and answer) of a row.
     `taps`: where the hidden states of the output `hidden` are read, in its order: "final" is what the head reads, "7"
     what the first seven layers leave. `features`: size F of the input `features`; 0: there is none.
     """
@@ -160,5 +161,6 @@ class Chunk:
             raise ContractError(f"logit index {self.logit_indices.max()} is outside the chunk of {s}")
         if int(self.position_ids.min()) < 0 or int(self.position_ids.max()) >= spec.max_length:
             raise ContractError(f"position {self.position_ids.max()} is outside the model's {spec.max_length}")
-        if int(self.input_ids.min()) < 0 or int(self.input_ids.max()) >= spec.logits_size:
-            raise ContractError(f"token id {self.input_ids.max()} is outside the model's {spec.logits_size}")
+        known = max(spec.logits_size, spec.vocab_size)
+        if int(self.input_ids.min()) < 0 or int(self.input_ids.max()) >= known:
+            raise ContractError(f"token id {self.input_ids.max()} is outside the model's {known}")

@@ -137,7 +137,21 @@ class MedusaDrafter(_Record, frozen=True, tag=MEDUSA, tag_field="method"):
     accuracies: list[list[float]] = []
 
 
-Drafter = NgramDrafter | ModelDrafter | LayerSkipDrafter | MedusaDrafter
+class EagleDrafter(_Record, frozen=True, tag="eagle", tag_field="method"):
+    """One layer over pairs of a token and the hidden state before it, with a cache of its own.
+
+    A variant lies beside the target's variant of the same name and reads embedding and head from that one's data file.
+    `taps`: hidden states of the target that its features are made of, in their order. `ids`: a file with the target's
+    id of each of its logits (int64, ascending); None: they are the target's own.
+    """
+
+    model: Model
+    taps: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    ids: str | None = None
+
+
+Drafter = NgramDrafter | ModelDrafter | LayerSkipDrafter | MedusaDrafter | EagleDrafter
+BESIDE = (LayerSkipDrafter, EagleDrafter)  # whose variants are named as the target's
 
 
 class Tokenizer(_Record, frozen=True):
@@ -229,12 +243,14 @@ def read_manifest(bundle: Path) -> Manifest:
         if pure.is_absolute() or ".." in pure.parts:
             raise BundleError(f"{path} lists {name!r}, which lies outside the bundle; do not use this bundle")
     for method, drafter in manifest.drafters.items():
-        if isinstance(drafter, LayerSkipDrafter) and list(drafter.model.variants) != list(manifest.target.variants):
+        if isinstance(drafter, BESIDE) and list(drafter.model.variants) != list(manifest.target.variants):
             raise BundleError(f"{path}: drafter {method} has other variants than the target; export the bundle again")
         if isinstance(drafter, MedusaDrafter) and (
             "final" not in manifest.target.spec.taps or drafter.spec.hidden_size != manifest.target.spec.hidden_size
         ):
             raise BundleError(f"{path}: drafter {method} reads hidden states that the target lacks; export it again")
+        if isinstance(drafter, EagleDrafter) and not set(drafter.taps) <= set(manifest.target.spec.taps):
+            raise BundleError(f"{path}: drafter {method} reads taps that the target lacks; export the bundle again")
     for name in _needed(manifest):
         if name not in manifest.files:
             raise BundleError(f"{path} needs {name} and does not list it; export the bundle again")
@@ -273,6 +289,8 @@ def _needed(manifest: Manifest) -> Iterator[str]:
     for drafter in manifest.drafters.values():
         if isinstance(drafter, MedusaDrafter):
             yield from (drafter.graph, f"{drafter.graph}.data", *([drafter.ids] if drafter.ids else []))
+        if isinstance(drafter, EagleDrafter) and drafter.ids is not None:
+            yield drafter.ids
 
 
 def _check_versions(path: Path, raw: bytes) -> None:

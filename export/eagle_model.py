@@ -176,10 +176,16 @@ class EagleModel(nn.Module):
         scores: torch.Tensor = self.lm_head(read)
         return scores
 
-    def forward(self, tokens: torch.Tensor, features: torch.Tensor | None = None, **options: Any) -> Drafted:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor | None = None,
+        own: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Drafted:
         """`states` with its options, and their logits."""
-        own = self.states(tokens, features, **options)
-        return Drafted(own, self.logits(own))
+        left = self.states(tokens, features, own, **options)
+        return Drafted(left, self.logits(left))
 
 
 def _sum(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor:

@@ -13,9 +13,9 @@ from typing import Self
 from specdec.engines.errors import RequestError
 from specdec.export.recipes import BACKENDS, ORT, TENSORRT, check_arch, find_recipe
 
-DRAFTERS = ("ngram", "model:PATH", "layerskip:N", "medusa:DIR", "none")
+DRAFTERS = ("ngram", "model:PATH", "layerskip:N", "medusa:DIR", "eagle:DIR", "none")
 DEFAULT_DRAFTERS = ("ngram",)
-_SKIP, _MEDUSA = "layerskip:", "medusa:"
+_MODEL, _SKIP, _MEDUSA, _EAGLE = "model:", "layerskip:", "medusa:", "eagle:"
 DEFAULT_BACKENDS = ORT
 
 
@@ -69,9 +69,11 @@ class ExportOptions:
             raise RequestError("hidden states (--tap) are handed out on backend ort alone, which has no bf16: add it")
         if skip_depths(self.drafters) and ORT[0] not in self.backends:
             raise RequestError("drafter layerskip shares the target's cache, which backend ort alone can: add it")
-        if medusa_source(self.drafters) is not None and (ORT[0] not in self.backends or self.precision == "bf16"):
+        reads = next((name for name in self.drafters if name.startswith((_MEDUSA, _EAGLE))), None)
+        if reads is not None and (ORT[0] not in self.backends or self.precision == "bf16"):
             raise RequestError(
-                "drafter medusa reads hidden states, which backend ort alone hands out, without bf16: add it"
+                f"drafter {reads.partition(':')[0]} reads hidden states, which backend ort alone hands out, "
+                "without bf16: add it"
             )
         for name, value in (
             ("max_batch", self.max_batch),
@@ -105,19 +107,19 @@ class Progress:
 def check_drafters(drafters: Sequence[str]) -> None:
     """Raise `RequestError` unless every drafter is known and they go together."""
     for drafter in drafters:
-        if drafter not in ("ngram", "none") and not drafter.startswith(("model:", _SKIP, _MEDUSA)):
+        if drafter not in ("ngram", "none") and not drafter.startswith((_MODEL, _SKIP, _MEDUSA, _EAGLE)):
             raise RequestError(_not_available("drafter", drafter, DRAFTERS))
         if drafter.startswith(_SKIP) and not re.fullmatch(r"[1-9][0-9]*", drafter.removeprefix(_SKIP)):
             raise RequestError(f"drafter {drafter} needs a number of layers, as in layerskip:8")
     if "none" in drafters and len(drafters) > 1:
         raise RequestError("drafter none stands alone")
-    kinds = [sum(name.startswith(kind) for name in drafters) for kind in ("model:", _MEDUSA)]
-    if len(set(drafters)) < len(drafters) or max(kinds) > 1:
+    if len(set(drafters)) < len(drafters):
         raise RequestError("a bundle holds one drafter of each kind")
-    if "model:" in drafters:
-        raise RequestError("drafter model: needs a checkpoint, as in model:PATH")
-    if _MEDUSA in drafters:
-        raise RequestError("drafter medusa: needs the folder of its heads, as in medusa:DIR")
+    for kind, what in ((_MODEL, "PATH"), (_MEDUSA, "DIR"), (_EAGLE, "DIR")):
+        if sum(name.startswith(kind) for name in drafters) > 1:
+            raise RequestError("a bundle holds one drafter of each kind")
+        if kind in drafters:
+            raise RequestError(f"drafter {kind} needs a checkpoint, as in {kind}{what}")
 
 
 def draft_source(drafters: Sequence[str]) -> str | None:
@@ -127,7 +129,16 @@ def draft_source(drafters: Sequence[str]) -> str | None:
 
 def medusa_source(drafters: Sequence[str]) -> Path | None:
     """The folder of the `medusa:` drafter, if there is one."""
-    found = (name.removeprefix(_MEDUSA) for name in drafters if name.startswith(_MEDUSA))
+    return _folder(drafters, _MEDUSA)
+
+
+def eagle_source(drafters: Sequence[str]) -> Path | None:
+    """The folder of the `eagle:` drafter, if there is one."""
+    return _folder(drafters, _EAGLE)
+
+
+def _folder(drafters: Sequence[str], kind: str) -> Path | None:
+    found = (name.removeprefix(kind) for name in drafters if name.startswith(kind))
     return next((Path(name).expanduser() for name in found), None)
 
 

@@ -43,6 +43,7 @@ from specdec.engines.trt_library import load_library
 from specdec.export.bundle import Staging, check_disk, check_memory, check_output
 from specdec.export.calibrate import TEXTS, read_prompts
 from specdec.export.check import Reference, check_parity, probe_tokens, reference, reference_logits, run_gates
+from specdec.export.eagle import EagleJob, Target
 from specdec.export.families import check_supported, text_config
 from specdec.export.gguf_grids import read_grids
 from specdec.export.grid import Grid
@@ -50,7 +51,14 @@ from specdec.export.layerskip import first_layers, shallow
 from specdec.export.lower_ort import lower_for_ort
 from specdec.export.medusa import export_medusa
 from specdec.export.medusa_model import MedusaModel, read_medusa
-from specdec.export.options import ExportOptions, Progress, draft_source, medusa_source, skip_depths
+from specdec.export.options import (
+    ExportOptions,
+    Progress,
+    draft_source,
+    eagle_source,
+    medusa_source,
+    skip_depths,
+)
 from specdec.export.pair import check_pair
 from specdec.export.precision import check_keep, dequantize, prepare, quantize_graph, without_rounding
 from specdec.export.recipes import ORT, TENSORRT, Recipe, find_recipe
@@ -59,7 +67,7 @@ from specdec.export.taps import FINAL, add_taps, check_taps
 from specdec.export.tensorrt import build_plans, known_architectures
 from specdec.export.tokenizer import TokenizerFiles, read_tokenizer
 from specdec.export.trace import TORCH_DTYPES, model_spec, trace
-from specdec.export.weights import graph_bytes, save_graph, write_graph
+from specdec.export.weights import Lender, graph_bytes, save_graph, write_graph
 
 DEFAULT_MAX_LENGTH = 8192  # tokens of a row unless --max-length says more: caches grow to what is asked for
 SMALL_FILES = 64 * 2**20  # bytes: graph, tokenizer and manifest, at most
@@ -74,8 +82,8 @@ TOOLS = ("specdec", "torch", "transformers", "onnx-ir", "onnxscript", "onnxrunti
 class _Job:
     """One model of the bundle on its way: `role` names its folder and its stages.
 
-    `depths`: how many of its first layers draft for it, for every `layerskip` drafter. `taps`: hidden states that its
-    graph hands out.
+    `depths`: how many of its first layers draft for it, for every `layerskip` drafter. `eagle`: the drafter that reads
+    its hidden states. `taps`: hidden states that its graph hands out.
     """
 
     role: str
@@ -83,6 +91,7 @@ class _Job:
     tokenizer: TokenizerFiles
     recipe: Recipe
     depths: tuple[int, ...] = ()
+    eagle: EagleJob | None = None
     taps: tuple[str, ...] = ()
 
     @property
@@ -187,12 +196,19 @@ def _resolve(options: ExportOptions, progress: Progress) -> tuple[_Job, _Job | N
                 f"choose 1 to {target.spec.num_layers - 1}"
             )
     check_taps(target.taps, target.spec.num_layers)
+    if (folder := eagle_source(options.drafters)) is not None:
+        progress.stage("eagle: checkpoint")
+        eagle = EagleJob.open(folder.expanduser(), target.checkpoint.config, target.recipe, options.draft_precision)
+        more = (tap for tap in eagle.config.taps if tap not in target.taps)
+        target = replace(target, eagle=eagle, taps=(*target.taps, *more))
     source = draft_source(options.drafters)
     if source is None:
         return target, None, 0
     precision = options.draft_precision or options.precision
     if source == options.model:  # the target as its own draft: nothing to read, and at equal precision nothing to write
-        draft = replace(target, role="drafter", depths=(), taps=(), recipe=find_recipe(precision, options.backends))
+        draft = replace(
+            target, role="drafter", depths=(), eagle=None, taps=(), recipe=find_recipe(precision, options.backends)
+        )
     else:
         draft = _open_job("drafter", source, precision, options, progress, revision=None)
     shared = min(check_pair(target.tokenizer, draft.tokenizer), target.spec.vocab_size, draft.spec.vocab_size)
@@ -240,10 +256,10 @@ def _trace_all(jobs: Sequence[_Job], progress: Progress) -> list[ir.Model]:
 
 def _export_model(
     job: _Job, graph: ir.Model, bundle: Path, options: ExportOptions, limits: Limits, progress: Progress
-) -> tuple[Model, dict[str, LayerSkipDrafter]]:
+) -> tuple[Model, dict[str, Drafter]]:
     """Write one model into the bundle and pass it through the gates; its PyTorch weights are gone by then.
 
-    Returns it, and the drafters that were cut out of it.
+    Returns it, and the drafters that were cut out of it or read its states.
     """
     spec, recipe, quantized = job.spec, job.recipe, job.recipe.weights is not None
     window = getattr(text_config(job.checkpoint.config), "sliding_window", None)
@@ -279,6 +295,7 @@ def _export_model(
         if recipe.dtype == "bfloat16":  # ONNX Runtime's CPU has no kernels: the same weights run in float32
             oracle, shape = Path(scratch) / "model.onnx", model_spec(job.checkpoint.config, spec.vocab_size, "float32")
             write_graph(trace(job.checkpoint.config, "float32"), model.state_dict(), oracle)
+        lent = Target.of(model, Lender(graph, f"{path.name}.data"), grids) if job.eagle is not None else None
         del model, grids
         gc.collect()
 
@@ -296,10 +313,13 @@ def _export_model(
     variant = Variant(
         graph=name, precision=job.precision, parity=parity, invariance=invariance, damage=damage, plans=plans
     )
-    drafters: dict[str, LayerSkipDrafter] = {}
+    drafters: dict[str, Drafter] = {}
     for depth, logits in shallows.items():
         progress.stage(f"layerskip:{depth}: gates")
         drafters[f"layerskip:{depth}"] = _cut_out(job, graph, bundle, name, depth, logits, tokens)
+    if job.eagle is not None and lent is not None:
+        progress.stage("eagle: gates")
+        drafters["eagle"] = job.eagle.export(lent, spec, bundle, job.precision, tokens)
     return Model(spec=spec, variants={job.precision: variant}), drafters
 
 
@@ -364,7 +384,7 @@ def _calibration(options: ExportOptions) -> Sequence[str]:
 
 def _disk_need(job: _Job, graph: ir.Model) -> int:
     """Bytes that a model takes on disk, files that the export removes again included."""
-    weights = graph_bytes(graph)
+    weights = graph_bytes(graph) + (job.eagle.nbytes if job.eagle is not None else 0)
     if job.recipe.weights is not None:
         return weights + 4 * job.spec.vocab_size * sum(map(len, job.encode([prompt.text for prompt in PROMPTS])))
     return weights * (3 if job.recipe.dtype == "bfloat16" else 1)

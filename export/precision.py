@@ -90,6 +90,21 @@ def prepare(
     return Prepared(weights, grids, scales)
 
 
+def round_weights(graph: ir.Model, weights: Mapping[str, torch.Tensor], recipe: Recipe) -> dict[str, Grid]:
+    """Grids of the `weights` (float32) that products and embeddings of `graph` read, chosen without calibration."""
+    head, grids = head_product(graph), dict[str, Grid]()
+    for product in find_products(graph):
+        kind = recipe.head if head is not None and product.node is head.node else recipe.weights
+        for name in product.names:
+            if name in weights and kind is not None:
+                values = weights[name].numpy() if product.inputs_axis else weights[name].numpy().T
+                grids[name] = _quantized(name, values, recipe, kind)
+    for name in (str(table.name) for table in _tables(graph)):
+        if name in weights and recipe.head is not None:
+            grids[name] = _quantized(name, weights[name].numpy(), recipe, recipe.head)
+    return grids
+
+
 def check_keep(graphs: Sequence[ir.Model], patterns: Sequence[str]) -> None:
     """Raise `RequestError` for a pattern that matches no weight which is quantized in any of `graphs`."""
     weights = [product.weight for graph in graphs for product in find_products(graph)]
