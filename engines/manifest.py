@@ -19,6 +19,7 @@ from specdec.engines.errors import BundleError
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "specdec.json"
+NGRAM = "ngram"
 MEDUSA, BLOCKWISE = "medusa", "blockwise"  # two methods of one drafter
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -100,7 +101,7 @@ class Model(_Record, frozen=True):
     variants: dict[str, Variant]
 
 
-class NgramDrafter(_Record, frozen=True, tag="ngram", tag_field="method"):
+class NgramDrafter(_Record, frozen=True, tag=NGRAM, tag_field="method"):
     """Prompt lookup; needs no model."""
 
 

@@ -18,8 +18,10 @@ class SpeculativeConfig:
     `method`: a drafter of the bundle, `auto` (its first one), or None for plain decoding. `num_speculative_tokens`:
     most draft tokens (nodes of a tree) a round; None: the method's default. `prompt_lookup_min` and
     `prompt_lookup_max`: tokens that an n-gram match has at least, and at most before it is extended.
-    `confidence_threshold`: least chance, 0 to 1, that an n-gram draft's second and later tokens have of being kept with
-    all before them; lower drafts wider. None: by what a position costs at the target's precision on a CPU.
+    `confidence_threshold`: least chance, 0 to 1, that a draft's second and later tokens have of being kept with all
+    before them, lower drafts wider: of an n-gram, as measured; of other drafters, by their own distribution, as the
+    confidence below which nothing grows. None: for n-grams by what a position costs at the target's precision on a CPU;
+    other chains do not stop, and dynamic trees have a low one.
 
     `tree`: `chain`, `dynamic` (grown where the draft is confident), `measured` (the best one of so many nodes for the
     accuracies that were measured of Medusa heads), or paths of child ranks as Medusa's `medusa_choices`:
@@ -94,11 +96,12 @@ class SpeculativeConfig:
         `accuracies`: of the draft by depth and rank, for the tree `measured`.
         """
         count = self.num_speculative_tokens or tokens
+        floor = {} if self.confidence_threshold is None else {"floor": float(self.confidence_threshold)}
         if self.tree == "measured":
-            return StaticShape(choose_tree(accuracies, count))
+            return StaticShape(choose_tree(accuracies, count), **floor)
         if self.tree == "chain":
-            return StaticShape.chain(count)
-        return DynamicShape(count) if self.tree == "dynamic" else StaticShape(self.tree)
+            return StaticShape.chain(count, **floor)
+        return DynamicShape(count, **floor) if self.tree == "dynamic" else StaticShape(self.tree, **floor)
 
 
 def _whole(value: object) -> bool:

@@ -9,38 +9,21 @@ This module wires bundle, engines, drafter and scheduler together; the algorithm
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from specdec.engines.base import Engine, Heads
-from specdec.engines.contract import HeadsSpec, IntArray, ModelSpec
-from specdec.engines.errors import BundleError, RequestError
-from specdec.engines.ids import read_ids
-from specdec.engines.manifest import (
-    BLOCKWISE,
-    MEDUSA,
-    LayerSkipDrafter,
-    MedusaDrafter,
-    Model,
-    ModelDrafter,
-    Variant,
-    read_manifest,
-    verify_files,
-)
+from specdec.engines.contract import HeadsSpec, ModelSpec
+from specdec.engines.errors import RequestError
+from specdec.engines.manifest import BLOCKWISE, MEDUSA, NGRAM, MedusaDrafter, Variant, read_manifest, verify_files
 from specdec.engines.registry import EngineConfig, open_engine, open_heads, with_plans
-from specdec.runtime import drafters
 from specdec.runtime.config import SpeculativeConfig
-from specdec.runtime.drafters.base import Drafter
-from specdec.runtime.drafters.growth import Shape
-from specdec.runtime.drafters.layerskip import LayerSkipDrafter as FirstLayers
-from specdec.runtime.drafters.medusa import MedusaDrafter as MedusaHeads
-from specdec.runtime.drafters.model import ModelDrafter as DraftModel
-from specdec.runtime.drafters.ngram import NgramDrafter
+from specdec.runtime.drafters.opening import Maker, Opening, check_backend, open_drafter, pick_variant, reads_hidden
 from specdec.runtime.grammar import GrammarCompiler
-from specdec.runtime.kv import BorrowedModel, CachedModel
+from specdec.runtime.kv import CachedModel
 from specdec.runtime.params import SamplingParams
 from specdec.runtime.request import FinishReason, Prompt, RequestOutput, Row, Watch, as_batch
 from specdec.runtime.scheduler import Scheduler
@@ -93,41 +76,44 @@ class LLM:
         self.manifest = read_manifest(self.bundle)
         self.speculative = speculative or SpeculativeConfig()
         self.method = self._choose_method()
-        record = self.manifest.drafters.get(MEDUSA if self.method == BLOCKWISE else self.method or "")
+        before, _, last = (self.method or "").rpartition("+")
+        record = self.manifest.drafters.get(MEDUSA if last == BLOCKWISE else last)
         measured = isinstance(record, MedusaDrafter) and bool(record.accuracies)
-        self.speculative.check(self.method, self.manifest.limits.max_tree - 1, measured=measured)
+        self.speculative.check(last, self.manifest.limits.max_tree - 1, measured=measured)
         if verify:
             verify_files(self.bundle, self.manifest)
-        target = _pick(self.manifest.target, variant)
+        target = pick_variant(self.manifest.target, variant)
         exact = target.invariance.exact
         if mode == "exact" and not exact:
             raise RequestError(f"{target.precision} failed its invariance gate at export: mode exact is not to be had")
         if mode == "exact" and self.speculative.branches:
             raise RequestError("trees that branch are lossless in law, not in bits: use mode fast, or tree='chain'")
         self._engine_config, self._opener = engine or EngineConfig(), opener
-        if isinstance(record, LayerSkipDrafter) and self._engine_config.backend != "ort":
-            raise RequestError(f"drafter {self.method} shares the target's cache, which only backend ort can")
+        check_backend(self.method or "", record, self._engine_config.backend)
         earned = exact and self._engine_config.is_gated and not self.speculative.branches
         self.mode: Mode = mode or ("exact" if earned else "fast")
         self.watch = watch
         self.text = TextCodec(self.bundle, self.manifest.tokenizer)
         self._engines: dict[str, Engine] = {}
         self._heads: Heads | None = None
-        if isinstance(record, MedusaDrafter):
-            self._heads = heads_opener(self.bundle / record.graph, record.spec, self._engine_config)
+        self._heads_opener = heads_opener
         self._target, self._width = self._open(self.manifest.target.spec, target)
-        self._draft: Callable[[CachedModel], Drafter] | None = None  # by the target's cache
-        if isinstance(record, ModelDrafter):
-            self._draft = partial(self._draft_model, record, *self._open(record.model.spec, _pick(record.model)))
-        elif isinstance(record, LayerSkipDrafter):
-            cut = _pick(record.model, variant)  # named as the target's
-            self._draft = partial(self._first_layers, *self._open(record.model.spec, cut))
-        elif isinstance(record, MedusaDrafter) and self._heads is not None:
-            size = record.spec.logits_size
-            ids = read_ids(self.bundle / record.ids, size, self.spec.logits_size) if record.ids else None
-            self._draft = partial(self._medusa, record, self._heads, ids)
-        elif record is not None:
-            self._draft = partial(self._ngram, target.precision)
+        self._keeps_hidden = reads_hidden(record)
+        self._draft: Maker | None = None
+        if record is not None:
+            opening = Opening(
+                method=last,
+                bundle=self.bundle,
+                spec=self.spec,
+                variant=variant,
+                precision=target.precision,
+                config=self.speculative,
+                most=self.manifest.limits.max_tree - 1,
+                width=self._width,
+                open=self._open,
+                open_heads=self._open_heads,
+            )
+            self._draft = open_drafter(record, opening, self.manifest.drafters.get(before))
 
     @property
     def spec(self) -> ModelSpec:
@@ -193,6 +179,8 @@ class LLM:
         method, known = self.speculative.method, self.manifest.methods()
         if method == "auto":
             return known[0] if known else None
+        if NGRAM in known:
+            known += [f"{NGRAM}+{other}" for other in known if other != NGRAM]
         if method is not None and method not in known:
             raise RequestError(f"this bundle has no drafter {method!r}: choose one of {', '.join(['auto', *known])}")
         return method
@@ -204,48 +192,14 @@ class LLM:
             self._engines[variant.graph] = self._opener(self.bundle / variant.graph, spec, config)
         return self._engines[variant.graph], variant.invariance.least_width if self.mode == "exact" else 1
 
+    def _open_heads(self, record: MedusaDrafter) -> Heads:
+        self._heads = self._heads_opener(self.bundle / record.graph, record.spec, self._engine_config)
+        return self._heads
+
     def _scheduler(self, requests: int) -> Scheduler:
         rows = min(requests, self.manifest.limits.max_batch)
-        keeps = self._heads is not None
-        target = CachedModel(self._target, max_rows=rows, min_width=self._width, keeps_hidden=keeps)
+        target = CachedModel(self._target, max_rows=rows, min_width=self._width, keeps_hidden=self._keeps_hidden)
         return Scheduler(target, self._draft(target) if self._draft else None)
-
-    def _draft_model(self, record: ModelDrafter, engine: Engine, width: int, target: CachedModel) -> Drafter:
-        model = CachedModel(engine, max_rows=target.max_rows, min_width=width)
-        size, shared = self.spec.vocab_size, record.shared_vocab
-        return DraftModel(model, self._shape(), size, shared, deterministic=self._ranked)
-
-    def _first_layers(self, engine: Engine, width: int, target: CachedModel) -> Drafter:
-        return FirstLayers(BorrowedModel(engine, target, min_width=width), self._shape(), deterministic=self._ranked)
-
-    def _medusa(self, record: MedusaDrafter, heads: Heads, ids: IntArray | None, target: CachedModel) -> Drafter:
-        shape, ranked = self._shape(record.accuracies), self._ranked or self.method == BLOCKWISE
-        return MedusaHeads(target, heads, shape, ids, min_rows=self._width, deterministic=ranked)
-
-    def _shape(self, accuracies: Sequence[Sequence[float]] = ()) -> Shape:
-        default = drafters.TREE_TOKENS if self.speculative.branches else drafters.MODEL_TOKENS
-        return self.speculative.shape(self._at_most(default), accuracies)
-
-    @property
-    def _ranked(self) -> bool:
-        return self.speculative.draft_sample_method == "greedy"
-
-    def _ngram(self, precision: str, target: CachedModel) -> Drafter:
-        config, threshold = self.speculative, self.speculative.confidence_threshold
-        if threshold is None:
-            threshold = drafters.NGRAM_THRESHOLDS.get(precision, drafters.NGRAM_THRESHOLD)
-        count = config.num_speculative_tokens or self._at_most(drafters.NGRAM_TOKENS)
-        return NgramDrafter(
-            count,
-            config.prompt_lookup_min,
-            config.prompt_lookup_max,
-            threshold=threshold,
-            always=self._width > 1,
-            branching=config.branches,
-        )
-
-    def _at_most(self, default: int) -> int:
-        return min(default, self.manifest.limits.max_tree - 1)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -279,12 +233,3 @@ class LLM:
             grammar=self._grammars.matcher(structured) if structured else None,
             watch=self.watch,
         )
-
-
-def _pick(model: Model, name: str | None = None) -> Variant:
-    """Return the variant of this name, or the first."""
-    if not model.variants:
-        raise BundleError("the manifest lists a model without variants; export the bundle again")
-    if name is not None and name not in model.variants:
-        raise RequestError(f"this bundle has no variant {name!r}: choose one of {', '.join(model.variants)}")
-    return model.variants[name or next(iter(model.variants))]

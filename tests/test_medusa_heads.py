@@ -182,7 +182,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_options_that_heads_cannot_have_are_refused(tmp_path: Path) -> None:
     for drafters, options, said in (
-        (("medusa:",), {}, "drafter medusa: needs the folder of its heads, as in medusa:DIR"),
+        (("medusa:",), {}, "drafter medusa: needs a checkpoint, as in medusa:DIR"),
         (("medusa:a", "medusa:b"), {}, "one drafter of each kind"),
         (("medusa:a",), {"backends": ("tensorrt-rtx",)}, "hidden states, which backend ort alone hands out"),
     ):

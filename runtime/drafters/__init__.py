@@ -7,3 +7,4 @@ NGRAM_THRESHOLD = 0.15
 NGRAM_THRESHOLDS = {"int8": 0.3, "int4": 0.3}
 MODEL_TOKENS = 4
 TREE_TOKENS = 8
+SURE_MATCH = 3  # tokens that an n-gram match has at least to go before another drafter's guess

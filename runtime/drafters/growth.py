@@ -16,7 +16,7 @@ from specdec.runtime.sampling import most_probable
 from specdec.runtime.tree import ROOT, TokenTree
 
 Ranks = tuple[int, ...]  # a node by the ranks of its path: (0, 1) is the second child of the first child
-_FLOOR = 0.05  # confidence, as a probability of being reached, below which a dynamic tree does not grow
+_FLOOR = 0.05  # confidence, as a probability of being reached, below which a dynamic tree does not grow by default
 
 
 class Shape(Protocol):
@@ -41,10 +41,11 @@ class Shape(Protocol):
 class StaticShape:
     """The same tree every time: `medusa_choices` (Cai et al., arXiv:2401.10774), a list of paths of ranks.
 
-    Raises `RequestError` for a path whose parent or lower-ranked sibling is missing.
+    `floor`: it ends early below nodes that are less confident, by the product of q along their path. Raises
+    `RequestError` for a path whose parent or lower-ranked sibling is missing.
     """
 
-    def __init__(self, choices: Sequence[Sequence[int]]) -> None:
+    def __init__(self, choices: Sequence[Sequence[int]], floor: float = 0.0) -> None:
         paths = {tuple(path) for path in choices}
         for path in sorted(paths):
             *parent, rank = path or (-1,)
@@ -54,19 +55,21 @@ class StaticShape:
                     f"the tree has the path {list(path)} without its parent or a sibling of lower rank: add it"
                 )
         self.nodes, self.depth = len(paths), max(map(len, paths), default=0)
+        self._floor = floor
         self._children: dict[Ranks, int] = {}
         for path in paths:
             self._children[path[:-1]] = max(self._children.get(path[:-1], 0), path[-1] + 1)
         self.linear = all(count == 1 for count in self._children.values())
 
     @classmethod
-    def chain(cls, length: int) -> "StaticShape":
+    def chain(cls, length: int, floor: float = 0.0) -> "StaticShape":
         """Return the shape of one branch."""
-        return cls([(0,) * depth for depth in range(1, length + 1)])
+        return cls([(0,) * depth for depth in range(1, length + 1)], floor)
 
     def parents(self, level: Sequence[Ranks], confidence: Sequence[float], grown: int) -> list[int]:
         """See `Shape.parents`."""
-        return [index for index, ranks in enumerate(level) if ranks in self._children]
+        each = enumerate(zip(level, confidence, strict=True))
+        return [index for index, (ranks, sure) in each if ranks in self._children and sure >= self._floor]
 
     def counts(
         self, chosen: Sequence[Ranks], confidence: Sequence[float], q: Sequence[FloatArray], grown: int
@@ -106,15 +109,15 @@ class DynamicShape:
 
     linear = False
 
-    def __init__(self, nodes: int) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: int, floor: float = _FLOOR) -> None:
+        self.nodes, self._floor = nodes, floor
         self._width = max(1, round(nodes**0.5))
 
     def parents(self, level: Sequence[Ranks], confidence: Sequence[float], grown: int) -> list[int]:
         """See `Shape.parents`."""
         if grown >= self.nodes:
             return []
-        return [index for index, value in enumerate(confidence) if value >= _FLOOR]
+        return [index for index, value in enumerate(confidence) if value >= self._floor]
 
     def counts(
         self, chosen: Sequence[Ranks], confidence: Sequence[float], q: Sequence[FloatArray], grown: int
@@ -126,7 +129,7 @@ class DynamicShape:
             for index, (above, weights) in enumerate(zip(confidence, q, strict=True))
             for token in most_probable(weights, room)
         ]
-        best = [index for value, index in sorted(candidates)[:room] if -value >= _FLOOR]
+        best = [index for value, index in sorted(candidates)[:room] if -value >= self._floor]
         return [best.count(index) for index in range(len(chosen))]
 
 

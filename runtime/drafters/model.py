@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from specdec.engines.chunk import RowInput
-from specdec.engines.contract import FloatArray
+from specdec.engines.contract import FloatArray, IntArray
 from specdec.engines.errors import DeadEndError
 from specdec.runtime.drafters.growth import GrowingTree, Shape
 from specdec.runtime.kv import CachedModel
@@ -25,19 +25,31 @@ class ModelDrafter:
     """Drafts trees of `shape` with `model`.
 
     `deterministic`: children are the most probable tokens, not drawn ones (a greedy request's always are).
-    `vocab_size`: ids of the target. `shared_vocab`: ids below it mean the same in both models; no other is drafted, and
-    where the text holds one, the draft model is given id 0 in its place (a draft may be poor, it cannot be wrong).
+    `vocab_size`: ids of the target. `drafted`: those that the draft's logits are of, in their order: no other has a
+    probability. A number: ids below it mean the same in both models, and where the text holds another one, the draft
+    model is given id 0 in its place (a draft may be poor, it cannot be wrong).
     A row that outgrows the draft's context is no longer drafted for.
     """
 
     def __init__(
-        self, model: CachedModel, shape: Shape, vocab_size: int, shared_vocab: int, *, deterministic: bool = False
+        self,
+        model: CachedModel,
+        shape: Shape,
+        vocab_size: int,
+        drafted: int | IntArray,
+        *,
+        deterministic: bool = False,
     ) -> None:
         self._model = model
         self._shape = shape
         self._deterministic = deterministic
         self._vocab_size = vocab_size
-        self._shared_vocab = min(shared_vocab, vocab_size)
+        self._fed = min(drafted, vocab_size) if isinstance(drafted, int) else vocab_size  # ids below it can be fed
+        self._ids: slice | IntArray = slice(self._fed)
+        self._count = self._fed
+        if not isinstance(drafted, int):
+            self._count = int(np.searchsorted(drafted, vocab_size))  # what is beyond is padding of the checkpoint
+            self._ids = drafted[: self._count]
         self._drafted: list[int] = []  # leading nodes of the last proposal that are in the cache, by row
 
     def admit(self, row: Row) -> None:
@@ -49,10 +61,7 @@ class ModelDrafter:
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """See `Drafter.propose`: one pass per level, all rows together."""
-        trees = [
-            GrowingTree(self._shape, limit, min(self._model.max_length, row.max_length) - len(row.tokens))
-            for row, limit in zip(rows, limits, strict=True)
-        ]
+        trees = [GrowingTree(self._shape, limit, self._room(row)) for row, limit in zip(rows, limits, strict=True)]
         self._drafted = [0] * len(rows)
         while any(tree.frontier for tree in trees):
             feeds = [self._feed(index, row, tree) for index, (row, tree) in enumerate(zip(rows, trees, strict=True))]
@@ -77,15 +86,23 @@ class ModelDrafter:
     def _by_rank(self, row: Row) -> bool:
         return self._deterministic or row.params.temperature == 0
 
+    def _room(self, row: Row) -> int:
+        """How many nodes a row's tree may have."""
+        return min(self._model.max_length, row.max_length) - len(row.tokens)
+
+    def _unseen(self, index: int, row: Row) -> list[int]:
+        """The row's tokens that are not in the cache."""
+        return row.tokens[int(self._model.lens[index]) :]
+
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        return [token if token < self._shared_vocab else 0 for token in tokens]
+        return [token if token < self._fed else 0 for token in tokens]
 
     def _feed(self, index: int, row: Row, tree: GrowingTree) -> RowInput:
         """What the model has to see to give logits after the frontier's nodes."""
         if not tree.frontier:
             return RowInput((), 0)
         if tree.frontier == [ROOT]:
-            return RowInput(self._known(row.tokens[int(self._model.lens[index]) :]), 1)
+            return RowInput(self._known(self._unseen(index, row)), 1)
         first = self._drafted[index]
         parents = [parent - first if parent >= first else -1 for parent in tree.parents[first:]]
         return RowInput(self._known(tree.tokens[first:]), len(tree) - tree.frontier[0], parents)
@@ -108,8 +125,8 @@ class ModelDrafter:
 
     def _distribution(self, row: Row, logits: FloatArray, history: Sequence[int]) -> FloatArray:
         """The draft's distribution [V] after `history`."""
-        known = np.full(self._vocab_size, -np.inf, np.float32)  # ids that the draft does not share are never drawn
-        known[: self._shared_vocab] = logits[: self._shared_vocab]
+        known = np.full(self._vocab_size, -np.inf, np.float32)  # ids that the draft does not know are never drawn
+        known[self._ids] = logits[: self._count]
         return distribution(row, known, history)
 
 

@@ -1,0 +1,110 @@
+"""EAGLE: one layer drafts from the target's hidden states, and from its own where the target has none yet.
+
+After Li et al., arXiv:2401.15077 (features), arXiv:2406.16858 (dynamic trees) and arXiv:2503.01840 (several taps). The
+draft's cache holds pairs: pair i joins the features of token i with token i + 1 and predicts token i + 2. So a text of
+n tokens has n - 1 pairs, and the target, which holds all but the pending token, has the features of each. Deeper pairs
+are fed with the state that the draft left at their parent; none of those survives its round, since the target's own
+features come with what it accepts. How trees grow and tokens are drawn is the draft model's (`model`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from specdec.engines.chunk import RowInput
+from specdec.engines.contract import FloatArray, IntArray
+from specdec.runtime.drafters.growth import GrowingTree, Shape
+from specdec.runtime.drafters.model import ModelDrafter
+from specdec.runtime.kv import CachedModel
+from specdec.runtime.request import Row
+from specdec.runtime.tree import ROOT
+
+
+class EagleDrafter(ModelDrafter):
+    """Drafts for `target`, which keeps its hidden states, with `model`.
+
+    `taps`: those of the target's taps that `model` reads, in its order. `ids` [Vd]: the target's id of each of its
+    logits, ascending; None: they are the target's own. A text of one token has no pair: nothing is proposed.
+    """
+
+    def __init__(
+        self,
+        model: CachedModel,
+        target: CachedModel,
+        shape: Shape,
+        taps: Sequence[str],
+        ids: IntArray | None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        spec, own = target.engine.spec, model.engine.spec
+        super().__init__(
+            model, shape, spec.vocab_size, spec.vocab_size if ids is None else ids, deterministic=deterministic
+        )
+        self._target = target
+        places = np.arange(spec.tapped_size).reshape(len(spec.taps), -1)  # [taps, H]
+        self._columns = places[[spec.taps.index(tap) for tap in taps]].ravel()  # of the target's states
+        self._own_size = own.tapped_size
+        self._features: list[FloatArray] = []  # by row, [n, F]: of the pairs that are not in the cache
+        self._states: list[dict[int, FloatArray]] = []  # by row: what the draft left at a node, [H]
+
+    def admit(self, row: Row) -> None:
+        """See `Drafter.admit`: prefills all pairs but the pending token's."""
+        index = self._model.add_row()
+        self._drafted.append(0)
+        self._states.append({})
+        self._features.append(self._taken(index))
+        if self._fits(row):
+            features, self._features[index] = np.split(self._features[index], [max(len(row.tokens) - 2, 0)])
+            self._model.prefill(index, row.tokens[1:-1], features)
+
+    def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
+        """See `Drafter.commit`: pairs of what was drafted go, the target's features for what was kept have come."""
+        self._model.lens[index] -= self._drafted[index]
+        self._drafted[index] = 0
+        taken = self._taken(index)
+        self._features[index] = np.concatenate([self._features[index], taken]) if self._fits(row) else taken[:0]
+
+    def release(self, index: int) -> None:
+        """See `Drafter.release`."""
+        super().release(index)
+        self._features[index], self._states[index] = self._features[-1], self._states[-1]
+        self._features.pop()
+        self._states.pop()
+
+    def _fits(self, row: Row) -> bool:
+        return len(row.tokens) <= self._model.max_length
+
+    def _room(self, row: Row) -> int:
+        return super()._room(row) if len(row.tokens) > 1 else 0
+
+    def _unseen(self, index: int, row: Row) -> list[int]:
+        return row.tokens[int(self._model.lens[index]) + 1 :]
+
+    def _taken(self, index: int) -> FloatArray:
+        """Features [n, F] of what the target has committed since they were last taken."""
+        states = self._target.take_hidden(index)[:, self._columns]
+        features = np.zeros((len(states), self._model.engine.spec.features), np.float32)
+        features[:, : states.shape[1]] = states
+        return features
+
+    def _feed(self, index: int, row: Row, tree: GrowingTree) -> RowInput:
+        fed = super()._feed(index, row, tree)
+        if not tree.frontier:
+            return fed
+        if tree.frontier == [ROOT]:
+            return replace(fed, features=self._features[index])
+        features = np.zeros((len(fed.tokens), self._model.engine.spec.features), np.float32)
+        for place, parent in enumerate(tree.parents[len(tree) - len(fed.tokens) :]):
+            features[place, -self._own_size :] = self._states[index][parent]
+        return replace(fed, features=features)
+
+    def _grow(self, index: int, row: Row, tree: GrowingTree, feed: RowInput, logits: FloatArray) -> None:
+        left, first = self._model.hidden[index], len(tree) - len(feed.tokens)  # [S, H], and the first node that was fed
+        if tree.frontier == [ROOT]:
+            self._states[index] = {ROOT: left[len(feed.tokens) - 1].copy()}
+            self._features[index] = self._features[index][:0]
+        else:
+            self._states[index].update({node: left[node - first].copy() for node in tree.frontier})
+        super()._grow(index, row, tree, feed, logits)
