@@ -3,6 +3,7 @@
 Written last by the exporter and read first by the runtime; the two meet only here and in the contract. Reading is
 strict: unknown fields, other schema or contract versions, missing and damaged files are errors. This module knows
 files and fields; it loads no engine and no tokenizer.
+Length: the records.
 """
 
 import hashlib
