@@ -40,6 +40,7 @@ OWN_DRAFT = GROWTH + "test_the_target_as_its_own_draft_is_accepted_to_the_last_t
 GENERATIONS = GROWTH + "test_generations_are_distributed_as_plain_decoding"
 MEDUSA = "tests/test_medusa.py::"
 HEADS = MEDUSA + "test_proposals_are_those_of_the_heads_definition"
+KNOWING = MEDUSA + "test_heads_that_know_the_target_are_accepted_to_the_last_token"
 SKIPPING = "tests/test_layerskip.py::"
 TERMS = ("repetition", "presence", "frequency", "bad words", "least length", "grammar")
 
@@ -243,21 +244,25 @@ MUTANTS = (
            (NGRAM + "test_the_dearer_a_position_the_narrower_the_draft",)),
     # Medusa heads
     Mutant("state of another token", "heads draft from too early a place", "drafters/medusa.py",
-           "taken[-1, self._final]", "taken[0, self._final]",
-           (HEADS, MEDUSA + "test_heads_that_know_the_target_are_accepted_to_the_last_token")),
-    Mutant("state of a row that left", "heads draft for another row", "drafters/medusa.py",
-           "self._states[index] = self._states[-1]", "pass", (HEADS,)),
+           "(index)[-1:, self._final]", "(index)[:1, self._final]",
+           (HEADS + "[chain-greedy-all ids]", KNOWING)),
+    Mutant("state of another row", "heads draft for another row", "drafters/medusa.py",
+           "states[index] = new[0]", "states[index] = next(iter(states.values()), new[0])",
+           (HEADS + "[chain-greedy-all ids]",)),
     Mutant("heads in reverse", "the last head drafts the first token", "drafters/medusa.py",
            "for scored in logits:", "for scored in logits[::-1]:",
-           (HEADS, MEDUSA + "test_heads_that_know_the_target_are_accepted_to_the_last_token")),
+           (HEADS + "[chain-greedy-all ids]", KNOWING)),
     Mutant("map of ids ignored", "a reduced vocabulary drafts other tokens", "drafters/medusa.py",
            "known[self._ids] =", "known[: len(self._ids)] =", (HEADS + "[chain-greedy-reduced]",)),
     Mutant("q from raw logits of heads", "the heads miss what the request asks for", "drafters/medusa.py",
-           "distribution(row, known, history) for", "np.exp(known) / np.exp(known).sum() for", (HEADS,)),
+           "distribution(row, known, history) for", "np.exp(known) / np.exp(known).sum() for",
+           (HEADS + "[choices-sampled-all ids]",)),
     Mutant("heads' history without the draft", "the heads miss what the request asks for", "drafters/medusa.py",
-           "row.tokens + tree.text(node) for", "list(row.tokens) for", (HEADS,)),
+           "row.tokens + tree.text(node) for", "list(row.tokens) for",
+           (HEADS + "[choices-sampled-all ids]",)),
     Mutant("one distribution for a level", "siblings' children share a history", "drafters/medusa.py",
-           "if row.pipeline.ignores_history else", "if True else", (HEADS,)),
+           "if row.pipeline.ignores_history else", "if True else",
+           (HEADS + "[choices-sampled-all ids]",)),
     Mutant("heads' noise of the round", "the heads agree by chance only", "drafters/medusa.py",
            "position=len(histories[0])", "position=len(row.tokens)", (HEADS + "[chain-coupled-all ids]",)),
     Mutant("worth of a sibling from its neighbour", "the chosen tree", "drafters/growth.py",

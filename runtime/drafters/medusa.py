@@ -45,22 +45,20 @@ class MedusaDrafter:
         self._ids = ids[ids < spec.vocab_size]  # the rest is padding of the checkpoint; ids ascend
         self._vocab_size, self._final = spec.vocab_size, spec.tap("final")
         self._min_rows, self._deterministic = min_rows, deterministic
-        self._states: list[FloatArray | None] = []  # [H] by row: of the last token in the target's cache
 
     def admit(self, row: Row) -> None:
         """See `Drafter.admit`: the target's prefill left the state."""
-        self._states.append(None)
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """See `Drafter.propose`: one pass of the heads for all rows."""
-        trees = []
+        trees, states = list[GrowingTree](), dict[int, FloatArray]()  # [H] by row that is drafted for
         for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
-            if len(taken := self._target.take_hidden(index)):
-                self._states[index] = taken[-1, self._final].copy()
-            depth = 0 if self._states[index] is None else min(limit, self._heads.spec.heads)
+            new = self._target.take_hidden(index)[-1:, self._final]  # every round commits a token at least
+            depth = min(limit, self._heads.spec.heads) if len(new) else 0
             trees.append(GrowingTree(self._shape, depth, row.max_length - len(row.tokens)))
-        growing = [index for index, tree in enumerate(trees) if tree.frontier]
-        for index, logits in zip(growing, self._score(growing), strict=True):
+            if trees[index].frontier:
+                states[index] = new[0]
+        for index, logits in zip(states, self._score(list(states.values())), strict=True):
             self._grow(rows[index], trees[index], logits)
         return [tree.tree(sampled=not self._by_rank(row)) for row, tree in zip(rows, trees, strict=True)]
 
@@ -68,22 +66,20 @@ class MedusaDrafter:
         """See `Drafter.commit`: the target keeps the states of what it committed until the next proposal."""
 
     def release(self, index: int) -> None:
-        """See `Drafter.release`."""
-        self._states[index] = self._states[-1]
-        self._states.pop()
+        """See `Drafter.release`: nothing is held."""
 
     def _by_rank(self, row: Row) -> bool:
         return self._deterministic or row.params.temperature == 0
 
-    def _score(self, growing: Sequence[int]) -> FloatArray:
-        """Logits [len(growing), heads, Vd] of these rows. Raises `EngineError` when one is not a number."""
-        if not growing:
+    def _score(self, states: Sequence[FloatArray]) -> FloatArray:
+        """Logits [len(states), heads, Vd] of `states` [H]. Raises `EngineError` when one is not a number."""
+        if not states:
             return np.empty((0, 0, 0), np.float32)
-        padded = [*growing, *[growing[0]] * (self._min_rows - len(growing))]
-        logits = self._heads.logits(np.stack([state for i in padded if (state := self._states[i]) is not None]))
+        padded = [*states, *[states[0]] * (self._min_rows - len(states))]
+        logits = self._heads.logits(np.stack(padded))
         if not np.isfinite(logits.max(axis=-1)).all():  # a NaN is its maximum
             raise EngineError("the Medusa heads returned logits that are not numbers: export the bundle again")
-        return logits[: len(growing)]
+        return logits[: len(states)]
 
     def _grow(self, row: Row, tree: GrowingTree, logits: FloatArray) -> None:
         """Grow a row's tree to its end; logits [heads, Vd], level d of the tree from those of head d."""
