@@ -30,7 +30,7 @@ from specdec.runtime.sampling import softmax
 from specdec.runtime.tree import TokenTree
 from specdec.tools.tables import Table, TableEngine
 from specdec.tools.tables_heads import HeadTable, TableHeads
-from specdec.tools.tables_view import bundle_view
+from specdec.tools.tables_bundle import bundle_view
 from specdec.tools.verify import main as verify
 from support.enumeration import Context, ExactPipeline, Joint, ScriptedDice, outcomes, path_text, rng_at
 from support.fake_engine import FakeEngine, fake_spec

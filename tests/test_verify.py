@@ -30,7 +30,7 @@ from specdec.tools import verify
 from specdec.tools.evidence import Fit, chi_square_p, chi_square_tail, entropy_bound, entropy_tail, fit, variation_bound
 from specdec.tools.faults import FAULTS, planted
 from specdec.tools.tables import Table, TableEngine
-from specdec.tools.tables_view import bundle_view
+from specdec.tools.tables_bundle import bundle_view
 from specdec.tools.verify_engine import EngineResult, check_engine
 from specdec.tools.verify_ground import Ground, Setting
 from specdec.tools.verify_law import Case, plan, run

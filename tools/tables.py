@@ -9,7 +9,6 @@ This module knows texts and logits: nothing of speculation.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -38,10 +37,13 @@ class Table:
         self.ids = ids
         self.computed = 0  # texts
         size = engine.spec.vocab_size if ids is None else len(ids)
-        self.spec: ModelSpec = msgspec.structs.replace(engine.spec, vocab_size=size, logits_size=size)
+        real = engine.spec
+        features = real.features // real.hidden_size
+        self.spec: ModelSpec = msgspec.structs.replace(
+            real, vocab_size=size, logits_size=size, hidden_size=1, features=features
+        )
         self._known: dict[Text, FloatArray] = {}
         self._states: dict[Text, FloatArray] = {}
-        self._numbers: dict[Text, int] = {}
         self._kv: KVBuffers | None = None
         self._held: list[Text] = [()] * (_ROWS if engine.capabilities.batch else 1)  # what each row's cache holds
 
@@ -51,30 +53,22 @@ class Table:
             self.prepare([text])
         return self._known[text]
 
-    def state(self, text: Text) -> FloatArray:
-        """The engine's hidden states [taps * H] at the last token of `text`; not to be changed."""
-        if text not in self._states:
-            self.prepare([text])
+    def states(self, text: Text) -> FloatArray:
+        """The engine's hidden states [taps * H] of the last token of `text`; not to be changed."""
+        self.logits(text)
         return self._states[text]
-
-    def number(self, text: Text) -> int:
-        """A number that stands for `text` where an engine has its hidden state."""
-        return self._numbers.setdefault(text, len(self._numbers))
-
-    def numbered(self) -> list[Text]:
-        """All texts that have a number, in its order."""
-        return list(self._numbers)
 
     def prepare(self, texts: Iterable[Text]) -> None:
         """Compute what is missing of `texts`, several in a pass."""
         missing = [text for text in dict.fromkeys(texts) if text not in self._known]
         for start in range(0, len(missing), len(self._held)):
             part = missing[start : start + len(self._held)]
-            for text, (logits, state) in zip(part, self._compute([self._real(text) for text in part]), strict=True):
+            for text, (logits, states) in zip(part, self._compute(part), strict=True):
+                self._states[text] = states
                 if self.ids is not None:
                     logits = logits[np.asarray(self.ids)]
                     logits[NOTHING] = -np.inf
-                self._known[text], self._states[text] = logits, state
+                self._known[text] = logits
         self.computed += len(missing)
 
     def close(self) -> None:
@@ -88,13 +82,22 @@ class Table:
             raise EngineError("the text that a pass attends holds padding: the cache was committed or moved wrongly")
         return tuple(self.ids[token] for token in text)
 
-    def _compute(self, texts: Sequence[Text]) -> list[tuple[FloatArray, FloatArray]]:
-        """Logits [vocabulary] after each text (the model's ids), and hidden states [taps * H] (none without taps).
+    def _slots(self, common: int) -> int:
+        """How many slots hold the first `common` tokens of a text."""
+        return common
 
-        A cache is used as far as its text is the same.
-        """
-        shared = [_common(held, text[:-1]) for held, text in zip(self._held, texts, strict=False)]
-        inputs = [RowInput(text[past:], 1) for past, text in zip(shared, texts, strict=True)]
+    def _input(self, text: Text, past: int) -> RowInput:
+        """What scores `text` behind the slots `past`."""
+        return RowInput(self._real(text)[past:], 1)
+
+    def _spread(self, logits: FloatArray) -> FloatArray:
+        """The engine's logits as logits of the vocabulary."""
+        return logits
+
+    def _compute(self, texts: Sequence[Text]) -> list[tuple[FloatArray, FloatArray]]:
+        """Logits [vocabulary] after each text and states of its last token; a cache is used where it is the same."""
+        shared = [self._slots(_common(held, text[:-1])) for held, text in zip(self._held, texts, strict=False)]
+        inputs = [self._input(text, past) for past, text in zip(shared, texts, strict=True)]
         spec = self.engine.spec
         chunk = pack(inputs, np.array(shared, np.int64), LEAST_WIDTH, spec.max_length)
         slots = max(shared) + chunk.width
@@ -106,23 +109,19 @@ class Table:
             self._kv.grow(self._kv.rows, capacity_bucket(slots), self._kv.capacity)
         logits = self.engine.step(chunk, self._kv)
         self._held[: len(texts)] = texts
-        scored = [logits[row, 0, : spec.vocab_size].copy() for row in range(len(texts))]
-        if not spec.taps:
-            return [(own, own[:0]) for own in scored]
-        hidden = self._kv.hidden
-        return [(own, hidden[row, len(inputs[row].tokens) - 1].copy()) for row, own in enumerate(scored)]
+        hidden = self._kv.hidden if spec.taps else np.empty((len(texts), chunk.width, 0), np.float32)
+        return [
+            (self._spread(logits[row, 0, : spec.vocab_size].copy()), hidden[row, len(fed.tokens) - 1].copy())
+            for row, fed in enumerate(inputs)
+        ]
 
 
 class TableKV:
-    """The cache of a table's engine: token ids by slot, -1 where none was written.
-
-    A token's hidden state is the number of the text that it ends, as often as it is wide. `states` makes those of the
-    last pass.
-    """
+    """The cache of a table's engine: token ids by slot, -1 where none was written."""
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.tokens = np.full((rows, capacity), -1, np.int64)
-        self.states: Callable[[], FloatArray] | None = None
+        self.hidden: FloatArray = np.empty((rows, 0, 0), np.float32)
 
     @property
     def rows(self) -> int:
@@ -138,13 +137,6 @@ class TableKV:
     def nbytes(self) -> int:
         """Bytes held."""
         return self.tokens.nbytes
-
-    @property
-    def hidden(self) -> FloatArray:
-        """See `KVBuffers.hidden`."""
-        if self.states is None:
-            raise EngineError("no hidden states: no pass was made")
-        return self.states()
 
     def grow(self, rows: int, capacity: int, used: int) -> None:
         """See `KVBuffers.grow`."""
@@ -169,11 +161,35 @@ class TableKV:
         return self.tokens[row, :used][None, None, :, None].copy()
 
 
-class TableEngine:
-    """An `Engine` whose logits are a table's, as `change` makes them. Not for several threads."""
+class Book:
+    """Texts by number, 1, 2, ...: what stands for hidden states, so that each tells which text it was left at."""
 
-    def __init__(self, table: Table, change: Change | None = None) -> None:
-        self.table = table
+    def __init__(self) -> None:
+        self._numbers: dict[Text, int] = {}
+        self._texts: list[Text] = []
+
+    def number(self, text: Text) -> int:
+        """The number of `text`, a new one for a new text."""
+        if text not in self._numbers:
+            self._texts.append(text)
+            self._numbers[text] = len(self._texts)
+        return self._numbers[text]
+
+    def text(self, number: int) -> Text:
+        """The text of `number`. Raises `EngineError` when there is none."""
+        if not 0 < number <= len(self._texts):
+            raise EngineError(f"hidden state {number} was never left by a pass")
+        return self._texts[number - 1]
+
+
+class TableEngine:
+    """An `Engine` whose logits are a table's, as `change` makes them. Not for several threads.
+
+    Hidden states are the numbers that `book` has of the texts that they were left at.
+    """
+
+    def __init__(self, table: Table, change: Change | None = None, book: Book | None = None) -> None:
+        self.table, self.book = table, book or Book()
         self.spec = table.spec
         self.capabilities: Capabilities = table.engine.capabilities
         self._change = change
@@ -188,25 +204,19 @@ class TableEngine:
         if not isinstance(kv, TableKV):
             raise ContractError(f"a table takes the buffers that it allocates, not {type(kv).__name__}")
         chunk.validate(self.spec, kv.rows - first_row, kv.capacity)
-        texts: list[list[Text]] = []
-        befores: list[Text] = []
-        for b, past in enumerate(chunk.past_lens.tolist()):
-            row = kv.tokens[first_row + b]
-            before, ids = tuple(row[:past].tolist()), chunk.input_ids[b].tolist()
-            if -1 in before:
-                raise EngineError(f"row {first_row + b} attends slot {before.index(-1)}, which was never written")
-            befores.append(before)
-            row[past : past + chunk.width] = ids
-            mask, positions = chunk.chunk_mask[b].tolist(), chunk.position_ids[b].tolist()
-            wanted = chunk.logit_indices[b].tolist()
-            texts.append([self._text(before, ids, mask[node], node, positions[node]) for node in wanted])
-        kv.states = partial(self._states, befores, chunk)
+        nodes = [self._texts(chunk, kv, first_row, b) for b in range(chunk.rows)]  # what each node stands behind
+        texts = [
+            [row[node] for node in wanted] for row, wanted in zip(nodes, chunk.logit_indices.tolist(), strict=True)
+        ]
         self.table.prepare(text for row in texts for text in row if not self._is_padding(text))
         out = np.zeros((*chunk.logit_indices.shape, self.spec.logits_size), self.spec.dtype)
         for b, wanted in enumerate(texts):
             for n, text in enumerate(wanted):
                 if not self._is_padding(text):
                     out[b, n] = self.logits(text)
+        if self.spec.taps:
+            numbers = [[self.book.number(text) for text in row] for row in nodes]
+            kv.hidden = np.repeat(np.array(numbers, np.float32)[..., None], self.spec.tapped_size, -1)
         return out
 
     def logits(self, text: Text) -> FloatArray:
@@ -220,27 +230,31 @@ class TableEngine:
     def close(self) -> None:
         """See `Engine.close`: the table stays."""
 
-    def _states(self, befores: Sequence[Text], chunk: Chunk) -> FloatArray:
-        """Hidden states [B, S, taps * H] of a pass behind the texts `befores`."""
-        attended = [
-            [(*before, *ids[seen].tolist()) for seen in mask]
-            for before, ids, mask in zip(befores, chunk.input_ids, chunk.chunk_mask, strict=True)
-        ]
-        numbers = np.array([[self.table.number(text) for text in row] for row in attended], np.float64)
-        return np.broadcast_to(numbers[..., None], (*numbers.shape, self.spec.tapped_size))
-
     def _is_padding(self, text: Text) -> bool:
         """Whether a row that wants nothing was padded: `pack` asks for the logits of its first position."""
         return self.table.ids is not None and text[-1] == NOTHING
 
-    def _text(self, before: Text, ids: list[int], mask: list[bool], node: int, position: int) -> Text:
-        """What a node attends: `before` and the nodes of its `mask`. Raises `EngineError` if it is not the last one."""
-        text = (*before, *(token for token, seen in zip(ids, mask, strict=True) if seen))
-        if not mask[node] or True in mask[node + 1 :]:
-            raise EngineError(f"token {node} of a pass attends later ones, or not itself")
-        if position != min(len(text), self.spec.max_length) - 1:
-            raise EngineError(f"a token after {len(text) - 1} others was given position {position}")
-        return text
+    def _texts(self, chunk: Chunk, kv: TableKV, first_row: int, b: int) -> list[Text]:
+        """What each node of row `b` attends: committed tokens and its path. Writes the chunk's tokens.
+
+        Raises `EngineError` for a node that attends later ones, and for wrong positions.
+        """
+        past, row = int(chunk.past_lens[b]), kv.tokens[first_row + b]
+        before, ids = tuple(row[:past].tolist()), chunk.input_ids[b].tolist()
+        if -1 in before:
+            raise EngineError(f"row {first_row + b} attends slot {before.index(-1)}, which was never written")
+        row[past : past + chunk.width] = ids
+        found: list[Text] = []
+        for node, (mask, position) in enumerate(
+            zip(chunk.chunk_mask[b].tolist(), chunk.position_ids[b].tolist(), strict=True)
+        ):
+            text = (*before, *(token for token, seen in zip(ids, mask, strict=True) if seen))
+            if not mask[node] or True in mask[node + 1 :]:
+                raise EngineError(f"token {node} of a pass attends later ones, or not itself")
+            if position != min(len(text), self.spec.max_length) - 1:
+                raise EngineError(f"a token after {len(text) - 1} others was given position {position}")
+            found.append(text)
+        return found
 
 
 def _common(left: Text, right: Text) -> int:

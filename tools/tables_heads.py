@@ -1,6 +1,7 @@
 """Medusa heads that look their logits up: what the real heads say to the real engine's hidden state of a text.
 
-A table's engine hands out numbers of texts in place of hidden states (`tables`); here a number becomes its text again.
+A table's engine hands out numbers of texts in place of hidden states (`tables.Book`); here a number becomes
+its text again.
 This module knows texts and logits: nothing of speculation.
 """
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from specdec.engines.base import Heads
 from specdec.engines.contract import FloatArray, IntArray
-from specdec.tools.tables import NOTHING, Change, Table, Text
+from specdec.tools.tables import NOTHING, Book, Change, Table, Text
 
 
 class HeadTable:
@@ -36,7 +37,7 @@ class HeadTable:
     def scores(self, text: Text) -> FloatArray:
         """Logits [heads, V] of the state at the last token of `text`; -inf for ids that the heads do not know."""
         if text not in self._scores:
-            (logits,) = self._heads.logits(self.table.state(text)[None, self._final])
+            (logits,) = self._heads.logits(self.table.states(text)[None, self._final])
             known = self._places >= 0
             found = np.full((len(logits), len(known)), -np.inf, np.float32)
             found[:, known] = logits[:, self._places[known]]
@@ -56,14 +57,13 @@ class HeadTable:
 class TableHeads:
     """`Heads` whose logits are a table's, as `change` makes them of text, depth and logits."""
 
-    def __init__(self, table: HeadTable, change: Change | None = None) -> None:
+    def __init__(self, table: HeadTable, book: Book, change: Change | None = None) -> None:
         self.spec = table.spec
-        self._table, self._change = table, change
+        self._table, self._book, self._change = table, book, change
 
     def logits(self, features: FloatArray) -> FloatArray:
-        """See `Heads.logits`; the features are numbers of texts."""
-        texts = self._table.table.numbered()
-        return np.stack([self._changed(texts[int(number)]) for number in features[:, 0]])
+        """See `Heads.logits`; the features are the numbers that `book` has of texts."""
+        return np.stack([self._changed(self._book.text(int(number))) for number in features[:, 0]])
 
     def close(self) -> None:
         """See `Heads.close`: the table stays."""

@@ -6,7 +6,6 @@ is too close to the target, or too far from it, never loses or never wins a coin
 no lossless rule minds. The exact distribution comes from here too, and no speculation takes part in it.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
@@ -19,23 +18,23 @@ import numpy as np
 from specdec.engines.base import Engine, Heads
 from specdec.engines.contract import FloatArray, HeadsSpec, IntArray, ModelSpec
 from specdec.engines.ids import read_ids
-from specdec.engines.manifest import BLOCKWISE, MEDUSA, LayerSkipDrafter, Manifest, MedusaDrafter, ModelDrafter
+from specdec.engines.manifest import BESIDE, BLOCKWISE, MEDUSA, EagleDrafter, Manifest, MedusaDrafter, ModelDrafter
 from specdec.engines.registry import EngineConfig, open_heads
 from specdec.runtime import LLM, RequestOutput, SamplingParams, SpeculativeConfig
 from specdec.runtime.sampling import LogitsPipeline
-from specdec.tools.tables import Change, Table, TableEngine, Text
+from specdec.tools.tables import Book, Change, Table, TableEngine, Text
+from specdec.tools.tables_bundle import bundle_view
+from specdec.tools.tables_choice import best_ids, disturb, likely_tokens, repeating_text
 from specdec.tools.tables_heads import HeadTable, TableHeads
-from specdec.tools.tables_view import bundle_view
+from specdec.tools.tables_pairs import PairEngine, PairTable
 
 Tree = Literal["chain", "dynamic"]
 Drafts = Literal["sampled", "ranked", "looked up", "none"]
-_BASE = 14  # tokens of the text before its end is repeated
-_TOKENS = 60  # that a table speaks of, at most, beside the text's own
 _PENALTY = 1.05  # of repetition: a larger one would rule out what n-grams guess
 _NEAR, _FAR = 0.9, 0.2  # acceptance beyond which a draft's logits are disturbed
-_DISTURBED, _SPREADS = 6, (0.25, 0.5, 0.7, 1.0, 1.4, 2.0)  # so many of the best logits move, by about so much,
+_SPREADS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0)  # by about how much, so that
+_WANTED = 0.5  # acceptance comes near this
 _OF_HEADS = (MEDUSA, BLOCKWISE)
-_WANTED = 0.5  # so that acceptance comes near this
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -74,27 +73,31 @@ class Ground:
         target = manifest.target
         self._engines = {"target": open_graph(bundle / target.variants[variant].graph, target.spec)}
         self._heads: tuple[Heads, IntArray | None] | None = None
+        self._pairs: dict[int, Callable[[Table, Sequence[int] | None], PairTable]] = {}  # by engine, from the target's
         limit = target.spec.vocab_size
         for method, record in manifest.drafters.items():
             if isinstance(record, ModelDrafter):
                 graph = next(iter(record.model.variants.values())).graph
                 self._engines[f"drafters/{method}"] = open_graph(bundle / graph, record.model.spec)
                 limit = min(limit, record.shared_vocab)
-            elif isinstance(record, LayerSkipDrafter):
+            elif isinstance(record, BESIDE):
                 graph = record.model.variants[variant].graph
-                self._engines[f"drafters/{method}"] = open_graph(bundle / graph, record.model.spec)
+                engine = self._engines[f"drafters/{method}"] = open_graph(bundle / graph, record.model.spec)
+                if isinstance(record, EagleDrafter):
+                    ids = _ids(bundle, record.ids, record.model.spec.logits_size, target.spec)
+                    self._pairs[id(engine)] = partial(PairTable, engine, record.taps, ids)
             elif isinstance(record, MedusaDrafter):
-                size, most = record.spec.logits_size, target.spec.logits_size
-                ids = read_ids(bundle / record.ids, size, most) if record.ids else None
+                ids = _ids(bundle, record.ids, record.spec.logits_size, target.spec)
                 self._heads = open_heads(bundle / record.graph, record.spec), ids
         self._full: dict[int, Table] = {}  # by engine: a target that drafts for itself has one table
         self._few: dict[int, Table] = {}
         self._head_tables: dict[int, HeadTable] = {}
-        text = _repeating_text(self._table(self._engines["target"], None), words, limit)
+        self._book = Book()
+        text = repeating_text(self._table(self._engines["target"], None), words, limit)
         likely: list[Table | HeadTable] = [self._table(engine, None) for engine in self._engines.values()]
         if self._heads is not None:
             likely.append(self._head_table(None))
-        self.ids = [-1, *_likely_tokens(likely, text, limit)]
+        self.ids = [-1, *likely_tokens(likely, text, limit)]
         self._number = {token: index for index, token in enumerate(self.ids)}
         self._prompts = {"few": tuple(self._number[token] for token in text), "full": tuple(text)}
         self.boost = self._boost()
@@ -172,7 +175,7 @@ class Ground:
                 raise DifferenceError(f"answer token {new + 1} was chosen from logits of another text")
 
         def heads_opener(graph: Path, spec: HeadsSpec, config: EngineConfig | None) -> Heads:
-            return TableHeads(self._head_table(None if full else self.ids), self._change(MEDUSA))
+            return TableHeads(self._head_table(None if full else self.ids), self._book, self._change(MEDUSA))
 
         config = SpeculativeConfig(
             method=method, tree=tree, draft_sample_method="greedy" if drafts == "ranked" else "probabilistic"
@@ -182,12 +185,17 @@ class Ground:
     def _table(self, engine: Engine, ids: Sequence[int] | None) -> Table:
         tables = self._full if ids is None else self._few
         if id(engine) not in tables:
-            tables[id(engine)] = Table(engine, ids)
+            pairs = self._pairs.get(id(engine))
+            own = Table(engine, ids) if pairs is None else pairs(self._table(self._engines["target"], ids), ids)
+            tables[id(engine)] = own
         return tables[id(engine)]
 
     def _engine(self, name: str, *, full: bool) -> TableEngine:
         table = self._table(self._engines[name], None if full else self.ids)
-        return TableEngine(table, self._change(name.removeprefix("drafters/")))
+        change = self._change(name.removeprefix("drafters/"))
+        if isinstance(table, PairTable):
+            return PairEngine(table, self._book, change)
+        return TableEngine(table, change, self._book)
 
     def _head_table(self, ids: Sequence[int] | None) -> HeadTable:
         """The Medusa heads on the target's table of these ids."""
@@ -229,9 +237,9 @@ class Ground:
         """The end token of settings that have one: likely as the second token of an answer, so within drafts."""
         prompt, table = self.prompt(full=False), self._table(self._engines["target"], self.ids)
         pipeline = LogitsPipeline(self.params(Setting(1.0, 3, 3, terms=True, ends=False)), len(prompt))
-        first = _best(pipeline.scores(table.logits(prompt), prompt), 1)[0]
+        first = best_ids(pipeline.scores(table.logits(prompt), prompt), 1)[0]
         text = (*prompt, first)
-        return next(token for token in _best(pipeline.scores(table.logits(text), text), 2) if token != first)
+        return next(token for token in best_ids(pipeline.scores(table.logits(text), text), 2) if token != first)
 
     def _boost(self) -> float:
         """A presence penalty (negative) that makes a token about as likely right after itself as the best other one.
@@ -241,62 +249,13 @@ class Ground:
         prompt, table = self.prompt(full=False), self._table(self._engines["target"], self.ids)
         pipeline = LogitsPipeline(SamplingParams(repetition_penalty=_PENALTY), 0)
         gaps = []
-        for token in _best(table.logits(prompt), 3):
+        for token in best_ids(table.logits(prompt), 3):
             text = (*prompt, token)
             scores = pipeline.scores(table.logits(text), text)
             gaps.append(float(scores.max() - scores[token]))
         return -float(np.median(gaps))
 
 
-def disturb(text: Text, logits: FloatArray, spread: float) -> FloatArray:
-    """Move the best few logits at random by about `spread`, always in the same way for the same text."""
-    rng = np.random.default_rng(zlib.crc32(np.array(text, np.int64).tobytes()))
-    out, best = logits.copy(), _best(logits, _DISTURBED)
-    out[best] += (spread * rng.standard_normal(len(best))).astype(out.dtype)
-    return out
-
-
-def _repeating_text(table: Table, words: Sequence[int], limit: int) -> Text:
-    """A text whose end occurred before, with a next token whose probability is as near to one half as can be found.
-
-    It ends in a, b; the bigram a, b was followed by some tokens, and b alone, later on, by another one.
-    """
-    known = [token for token in words if token < limit] or [0]
-    base = tuple(known[index % len(known)] for index in range(_BASE))
-    *_, a, b = base
-    first = _best(table.logits(base)[:limit], 4)
-    found: list[tuple[float, Text]] = []
-    pipeline = LogitsPipeline(SamplingParams(temperature=1.0, top_k=3), 0)
-    for index, guess in enumerate(first[:3]):
-        then = [guess]
-        for _ in range(3):
-            then.append(_best(table.logits((*base, *then))[:limit], 1)[0])
-        text = (a, b, *then, b, first[index + 1], *base)
-        p = pipeline.probabilities(table.logits(text)[:limit], text)
-        found.append((abs(float(p[guess]) - 0.5), text))
-    return min(found)[1]
-
-
-def _likely_tokens(tables: Sequence[Table | HeadTable], text: Text, limit: int) -> list[int]:
-    """The text's tokens, and those that are likely after it, after its continuations, and after those of these."""
-    chosen = dict.fromkeys(text)
-    level: list[Text] = [text]
-    most = len(chosen) + _TOKENS
-    for depth in range(3):
-        following: list[Text] = []
-        for table in dict.fromkeys(tables):
-            table.prepare(level)
-            for one in level:
-                best = _best(table.logits(one)[:limit], 12 if depth < 2 else 4)
-                for token in best:
-                    if len(chosen) < most:
-                        chosen.setdefault(token)
-                following += [(*one, token) for token in best[:3]]
-        level = list(dict.fromkeys(following))
-    return list(chosen)
-
-
-def _best(logits: FloatArray, count: int) -> list[int]:
-    """Ids of the largest logits that are not -inf, descending."""
-    order = np.argsort(-logits.astype(np.float32), kind="stable")[:count]
-    return [int(token) for token in order if np.isfinite(logits[token])]
+def _ids(bundle: Path, file: str | None, count: int, target: ModelSpec) -> IntArray | None:
+    """A drafter's ids, if it has its own."""
+    return None if file is None else read_ids(bundle / file, count, target.logits_size)

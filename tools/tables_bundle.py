@@ -1,4 +1,7 @@
-"""A folder that `LLM` takes for a bundle, without weights: the engines are tables (`tables`, `tables_heads`)."""
+"""A folder that `LLM` takes for a bundle, without weights: its graphs are names for tables.
+
+This module knows manifests; what the names stand for, whoever opens them knows.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +11,10 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from specdec.engines.manifest import (
+    BESIDE,
     MANIFEST_NAME,
+    EagleDrafter,
     FileRecord,
-    LayerSkipDrafter,
     Manifest,
     MedusaDrafter,
     Model,
@@ -39,10 +43,12 @@ def bundle_view(manifest: Manifest, variant: str, *, size: int | None, end: int,
             own = _model(record.model, next(iter(record.model.variants.values())), f"drafters/{method}", size)
             shared = size or record.shared_vocab
             drafters[method] = msgspec.structs.replace(record, model=own, shared_vocab=shared)
-        elif isinstance(record, LayerSkipDrafter):
+        elif isinstance(record, BESIDE):
             own = _model(record.model, record.model.variants[variant], f"drafters/{method}", size)
             drafters[method] = msgspec.structs.replace(record, model=own)
-        elif isinstance(record, MedusaDrafter):  # of all ids that the table has
+            if isinstance(record, EagleDrafter):  # its table speaks the target's ids
+                drafters[method] = msgspec.structs.replace(record, model=own, ids=None)
+        elif isinstance(record, MedusaDrafter):  # so does that of the heads
             shape = msgspec.structs.replace(record.spec, logits_size=target.spec.vocab_size)
             drafters[method] = msgspec.structs.replace(record, spec=shape, graph=f"drafters/{method}", ids=None)
     made = msgspec.structs.replace(
