@@ -29,8 +29,8 @@ from specdec.runtime.request import Row
 from specdec.runtime.sampling import softmax
 from specdec.runtime.tree import TokenTree
 from specdec.tools.tables import Table, TableEngine
-from specdec.tools.tables_heads import HeadTable, TableHeads
 from specdec.tools.tables_bundle import bundle_view
+from specdec.tools.tables_heads import HeadTable, TableHeads
 from specdec.tools.verify import main as verify
 from support.enumeration import Context, ExactPipeline, Joint, ScriptedDice, outcomes, path_text, rng_at
 from support.fake_engine import FakeEngine, fake_spec
@@ -415,13 +415,14 @@ def test_the_heads_on_tables_draft_the_bundles_tokens(method: str) -> None:
     with LLM(bundle, speculative=speculative, verify=False) as llm:
         expected = llm.generate(PROMPTS, params())
     table = Table(OrtEngine(bundle / manifest.target.variants["fp32"].graph, manifest.target.spec))
-    heads = TableHeads(HeadTable(OrtHeads(bundle / record.graph, record.spec), None, table))  # type: ignore[union-attr]
+    engine = TableEngine(table)
+    heads = TableHeads(HeadTable(OrtHeads(bundle / record.graph, record.spec), None, table), engine.book)  # type: ignore[union-attr]
     with bundle_view(manifest, "fp32", size=None, end=2, max_batch=4) as folder:
         view = LLM(
             folder,
             speculative=speculative,
             verify=False,
-            opener=lambda *graph: TableEngine(table),
+            opener=lambda *graph: engine,
             heads_opener=lambda *graph: heads,
         )
         found = view.generate(PROMPTS, params())

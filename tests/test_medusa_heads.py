@@ -17,7 +17,6 @@ from specdec.engines.errors import (
     BundleError,
     ContractError,
     EngineError,
-    EngineUnavailableError,
     ExportError,
     GateError,
     RequestError,
@@ -254,5 +253,5 @@ def test_the_engine_of_heads_takes_what_their_record_says() -> None:
         heads.logits(np.zeros((2, 48), np.float32))
     with pytest.raises(ContractError, match="the manifest says"):
         open_heads(bundle / record.graph, msgspec.structs.replace(record.spec, heads=2))
-    with pytest.raises(EngineUnavailableError, match="Medusa heads read hidden states, which tensorrt has none of"):
+    with pytest.raises(RequestError, match="reads the target.s hidden states, which only backend ort hands out"):
         LLM(bundle, speculative=SpeculativeConfig(method="medusa"), engine=EngineConfig(backend="tensorrt"))
