@@ -87,13 +87,16 @@ class Data:
         return self.record.vocab_size
 
     def rows(self, split: Split) -> Iterator[TextRow]:
-        """Rows of one share, in the order in which they were asked for."""
+        """Rows of one share, in the order in which they were asked for; their features stay on the disk until read."""
         for path in self._shards:
-            with safe_open(path, "numpy") as shard:
-                starts, answers = shard.get_tensor("starts"), shard.get_tensor("answers")
-                tokens, features = shard.get_tensor("tokens").astype(np.int64), shard.get_tensor("features")
+            with safe_open(path, "pt") as shard:  # torch maps the file, NumPy would copy it
+                starts, answers = shard.get_tensor("starts").tolist(), shard.get_tensor("answers").tolist()
+                tokens, features = (
+                    shard.get_tensor("tokens").numpy().astype(np.int64),
+                    shard.get_tensor("features").numpy(),
+                )
             for begin, end, answer in zip(starts, starts[1:], answers, strict=False):
-                row = TextRow(tokens[begin:end], features[begin:end], int(answer))
+                row = TextRow(tokens[begin:end], features[begin:end], answer)
                 if row.held_out == (split == "held-out"):
                     yield row
 

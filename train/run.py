@@ -1,0 +1,256 @@
+"""A training from end to end: target → data → drafter → loop → a folder that `specdec-export` takes.
+
+The folder gets the drafter's own files and `training.json`, which says what made it and how good it is; while a run is
+on its way it holds a checkpoint, from which the same command goes on. This module knows the order; it parses no command
+line and prints nothing.
+"""
+
+import gc
+import hashlib
+import importlib.metadata
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from specdec.engines.errors import RequestError
+from specdec.export.calibrate import read_prompts
+from specdec.export.eagle_model import default_taps, eagle_config
+from specdec.export.families import check_supported, text_config
+from specdec.export.layers import decoder_layers
+from specdec.export.options import ExportOptions
+from specdec.export.pipeline import export_bundle
+from specdec.export.sources import Checkpoint, open_checkpoint
+from specdec.export.taps import FINAL, check_taps
+from specdec.export.tokenizer import read_tokenizer
+from specdec.train.batches import learnable
+from specdec.train.data import RECORD, Data, TextRow, make_data
+from specdec.train.distill import DistillLearner, choose_layers, pruned
+from specdec.train.eagle import EagleLearner
+from specdec.train.loop import Estimate, Learner, Loop, Schedule
+from specdec.train.medusa import MedusaLearner
+from specdec.train.options import DEFAULT_TOKENS, Method, TrainOptions, TrainProgress
+from specdec.train.target import Target, draft_vocabulary
+
+TRAINING, CHECKPOINT = "training.json", "checkpoint.safetensors"
+DATA_SHARE = 0.5  # of the minutes, at most, goes into data
+_TOOLS = ("specdec", "torch", "transformers")
+_NOT_OF_THE_RUN = ("model", "output", "data", "prompts", "force", "checkpoint_minutes", "tokens", "trust_remote_code")
+
+
+class DataFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was learned from: tokens in all, rows of either share, and where the texts came from (`DataRecord`)."""
+
+    tokens: int
+    train_rows: int
+    held_out_rows: int
+    taps: tuple[str, ...]
+    prompts: str
+    seed: int
+
+
+class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`training.json`. `tau`, `acceptance`, `held_out_loss`: of the weights as written, on all held-out texts.
+
+    `acceptance`: P(drafted token k is right | those before it are). `history`: estimates on the way. `seconds`: spent
+    in the loop. `parameters`: how many were trained.
+    """
+
+    method: Method
+    target: str
+    options: dict[str, Any]
+    data: DataFigures
+    parameters: int
+    steps: int
+    seconds: float
+    tau: float
+    acceptance: list[float]
+    held_out_loss: float
+    history: list[Estimate]
+    tools: dict[str, str]
+
+
+class _Written(Learner, Protocol):
+    """A learner that can be written as a drafter."""
+
+    def write(self, folder: Path) -> None:
+        """Write the drafter's files."""
+
+
+def train(options: TrainOptions, progress: TrainProgress | None = None) -> Training:
+    """Train the drafter of `options` and write it to `options.output`; return what `training.json` says.
+
+    Raises `RequestError` (options, data) or `ExportError` (target). Interrupted, the folder keeps its checkpoint.
+    """
+    progress = progress or TrainProgress()
+    _check_output(options.output, force=options.force)
+    progress.stage("target")
+    checkpoint = open_checkpoint(options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    check_supported(checkpoint.config)
+    taps = _taps(options, checkpoint)
+    begun = time.monotonic()
+    data = _data(options, taps, progress)
+    spent = (time.monotonic() - begun) / 60
+    _check_data(data, checkpoint, taps)
+    rows = [row for row in data.rows("train") if learnable(row)]
+    held_out = [row for row in data.rows("held-out") if learnable(row)]
+    torch.manual_seed(options.seed)
+    learner = _learner(options, checkpoint, rows, data.vocab_size, taps)
+    columns = torch.cat(
+        [torch.arange(data.record.hidden_size) + data.taps.index(t) * data.record.hidden_size for t in taps]
+    )
+    options.output.mkdir(parents=True, exist_ok=True)
+    schedule = Schedule(
+        steps=options.steps,
+        minutes=max(options.minutes - spent, options.minutes * (1 - DATA_SHARE)),
+        learning_rate=options.learning_rate,
+        step_tokens=options.step_tokens,
+        seed=options.seed,
+        checkpoint_seconds=60 * options.checkpoint_minutes,
+    )
+    stored = options.output / CHECKPOINT
+    progress.stage("training")
+    loop = Loop(learner, rows, held_out, columns, schedule, stored, _fingerprint(options, checkpoint, data), progress)
+    history = loop.run()
+    progress.stage("held-out texts")
+    own = [parameter for parameter in learner.model.parameters() if parameter.requires_grad]
+    with torch.no_grad():  # as they are written
+        for parameter in own:
+            parameter.copy_(parameter.half().float())
+    figures, loss = loop.measure(held_out)
+    learner.write(options.output)
+    training = Training(
+        method=options.method,
+        target=checkpoint.name,
+        options=_of_the_run(options),
+        data=DataFigures(
+            tokens=data.tokens,
+            train_rows=len(rows),
+            held_out_rows=len(held_out),
+            taps=data.taps,
+            prompts=data.record.prompts,
+            seed=data.record.seed,
+        ),
+        parameters=sum(parameter.numel() for parameter in own),
+        steps=loop.state.step,
+        seconds=round(loop.state.spent, 1),
+        tau=figures.tau,
+        acceptance=figures.acceptance,
+        held_out_loss=loss,
+        history=history,
+        tools={name: importlib.metadata.version(name) for name in _TOOLS},
+    )
+    encoded = msgspec.json.format(msgspec.json.encode(training), indent=2)
+    (options.output / TRAINING).write_bytes(encoded + b"\n")
+    stored.unlink()
+    return training
+
+
+def _check_output(output: Path, *, force: bool) -> None:
+    """Raise `RequestError` unless `output` is free, or a run that can be gone on with; with `force`, begin anew."""
+    if force:
+        for name in (CHECKPOINT, TRAINING):
+            (output / name).unlink(missing_ok=True)
+    elif (output / TRAINING).exists():
+        raise RequestError(f"{output} is a drafter that was trained: choose another folder, or --force to train anew")
+    elif output.exists() and not (output / CHECKPOINT).exists() and (not output.is_dir() or any(output.iterdir())):
+        raise RequestError(
+            f"{output} exists and is no training of ours: choose another folder, or --force to write there"
+        )
+
+
+def _taps(options: TrainOptions, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Hidden states that the drafter learns from, in the order of its features; the head's own last."""
+    depth = text_config(checkpoint.config).num_hidden_layers
+    wanted = (options.taps or default_taps(depth)) if options.method == "eagle" else ()
+    check_taps(wanted, depth)
+    return (*wanted, FINAL)
+
+
+def _data(options: TrainOptions, taps: Sequence[str], progress: TrainProgress) -> Data:
+    """The texts: those that are there, and what the target has yet to write."""
+    folder = options.data_folder
+    there = (folder / RECORD).exists()
+    if there and options.tokens is None:
+        return Data(folder)
+    progress.stage("data")
+    bundle = folder / "target"
+    if not bundle.exists():
+        states = tuple(sorted(set(taps), key=lambda tap: (tap == FINAL, len(tap), tap)))
+        export_bundle(
+            ExportOptions(
+                model=options.model,
+                output=bundle,
+                drafters=("none",),
+                taps=states,
+                revision=options.revision,
+                trust_remote_code=options.trust_remote_code,
+            )
+        )
+    return make_data(
+        bundle,
+        folder,
+        tokens=options.tokens or DEFAULT_TOKENS,
+        minutes=None if options.tokens else options.minutes * DATA_SHARE,
+        prompts=None if options.prompts is None else read_prompts(options.prompts),
+        seed=options.seed,
+        progress=lambda done, total: progress.advance(done, total),
+    )
+
+
+def _check_data(data: Data, checkpoint: Checkpoint, taps: Sequence[str]) -> None:
+    """Raise `RequestError` unless the data is of such a target and has the hidden states that are needed."""
+    size = text_config(checkpoint.config).hidden_size
+    if data.record.hidden_size != size:
+        raise RequestError(f"the data is of a target of hidden size {data.record.hidden_size}, this one's is {size}")
+    if missing := [tap for tap in taps if tap not in data.taps]:
+        raise RequestError(f"the data has no hidden states at {missing[0]}, only at {', '.join(data.taps)}: make other "
+                           "data, or choose among them with --taps")  # fmt: skip
+
+
+def _learner(
+    options: TrainOptions, checkpoint: Checkpoint, rows: Sequence[TextRow], vocab_size: int, taps: Sequence[str]
+) -> _Written:
+    """The drafter as it begins; the target's own layers are gone when it is there."""
+    device = torch.device(options.device)
+    model: Any = checkpoint.load(torch.float32)
+    _, layers = decoder_layers(model)
+    target = Target(model, layers[-1].state_dict(), device)
+    if options.method == "distill":
+        chosen = choose_layers(options.layers, options.keep, len(layers))
+        tokenizer = read_tokenizer(checkpoint)
+        learner: _Written = DistillLearner(
+            pruned(model, chosen), target, tokenizer, train_embeddings=options.train_embeddings
+        )
+    else:
+        ids = draft_vocabulary(rows, vocab_size, options.draft_vocab)
+        if options.method == "medusa":
+            learner = MedusaLearner(target, options.heads, ids)
+        else:
+            config = eagle_config(
+                checkpoint.config, draft_vocab_size=None if ids is None else len(ids), taps=tuple(taps[:-1])
+            )
+            learner = EagleLearner(config, target, ids, options.self_fed)
+    del model, layers
+    gc.collect()
+    return learner
+
+
+def _of_the_run(options: TrainOptions) -> dict[str, Any]:
+    """The options that decide what is trained, without paths."""
+    return {name: value for name, value in asdict(options).items() if name not in _NOT_OF_THE_RUN}
+
+
+def _fingerprint(options: TrainOptions, checkpoint: Checkpoint, data: Data) -> str:
+    """What a checkpoint is a run of: the options that decide, the target's shape, the data, the number of threads."""
+    parts = [
+        msgspec.json.encode(_of_the_run(options)),
+        checkpoint.config.to_json_string().encode(),
+        msgspec.json.encode(data.record),
+        str((data.tokens, torch.get_num_threads())).encode(),
+    ]
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()
