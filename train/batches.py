@@ -79,12 +79,14 @@ def epoch_steps(lengths: Sequence[int], step_tokens: int, micro_tokens: int, see
     alone in its own).
     """
     rng = np.random.default_rng([seed, epoch])
-    order, steps = rng.permutation(len(lengths)), []
-    for window in _cut(order.tolist(), lengths, _WINDOW * step_tokens):
-        inside = _cut(sorted(window, key=lambda row: (lengths[row], row)), lengths, min(step_tokens, micro_tokens))
-        rng.shuffle(inside)
-        steps += _gather(inside, lengths, step_tokens)
-    return steps
+    order = rng.permutation(len(lengths)).tolist()
+    window = max(_WINDOW * step_tokens * len(lengths) // max(sum(lengths), 1), 1)  # rows
+    smooth: list[int] = []
+    for number, start in enumerate(range(0, len(order), window)):  # up and down, so that neighbours are of like length
+        smooth += sorted(order[start : start + window], key=lambda row: (lengths[row], row), reverse=number % 2 == 1)
+    groups = _cut(smooth, lengths, min(step_tokens, micro_tokens))
+    rng.shuffle(groups)
+    return _gather(groups, lengths, step_tokens)
 
 
 def micro_batches(lengths: Sequence[int], micro_tokens: int) -> Step:
