@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -35,16 +37,31 @@ from specdec.train.medusa import MedusaLearner
 from specdec.train.options import TrainOptions, TrainProgress
 from specdec.train.run import CHECKPOINT, TRAINING, train
 from specdec.train.target import Target, draft_vocabulary
-from support.bundles import LOGITS_SIZE, TOKENIZER_SIZE, shared_checkpoint
+from support.bundles import LOGITS_SIZE, TOKENIZER_SIZE, tiny_checkpoint
 
 CPU = torch.device("cpu")
 TAPS = ("1", "final")
 METHODS: dict[str, dict[str, Any]] = {"medusa": {"heads": 2}, "eagle": {"taps": ("1",)}, "distill": {"keep": 1}}
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums of these sizes are quickest alone, and the bits of a run depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def checkpoint() -> Path:
+    """A target that can be learned: its layers say little, so a token has much the same follower wherever it stands."""
+    return tiny_checkpoint(Path(mkdtemp(prefix="specdec-train-")) / "target", initializer_range=0.06)
+
+
 @cache
 def hf_model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(shared_checkpoint(), dtype=torch.float32).eval().requires_grad_(False)
+    return AutoModelForCausalLM.from_pretrained(checkpoint(), dtype=torch.float32).eval().requires_grad_(False)
 
 
 @cache
@@ -87,8 +104,14 @@ def write_data(folder: Path, rows: list[TextRow], taps: tuple[str, ...] = TAPS, 
 
 def options(method: str, output: Path, **changes: Any) -> TrainOptions:
     fixed = {"steps": 40, "step_tokens": 400, "draft_vocab": 100, "learning_rate": 5e-3}
-    settings = {"model": str(shared_checkpoint()), "data": shared_data(), **fixed, **METHODS[method], **changes}
+    settings = {"model": str(checkpoint()), "data": shared_data(), **fixed, **METHODS[method], **changes}
     return TrainOptions(method=method, output=output, **settings)  # type: ignore[arg-type]
+
+
+def vocabulary(rows: Iterable[TextRow], size: int, known: int = 20) -> list[int]:
+    found = draft_vocabulary(rows, known, size)
+    assert found is not None
+    return list(found)
 
 
 def target() -> Target:
@@ -103,7 +126,7 @@ def learners() -> dict[str, Learner]:
         "medusa": MedusaLearner(target(), 2, ids),
         "eagle": EagleLearner(config, target(), ids, 2),
         "distill": DistillLearner(
-            pruned(hf_model(), [0]), target(), read_tokenizer(open_checkpoint(str(shared_checkpoint()))),
+            pruned(hf_model(), [0]), target(), read_tokenizer(open_checkpoint(str(checkpoint()))),
             train_embeddings=False,
         ),
     }  # fmt: skip
@@ -132,17 +155,17 @@ def test_a_run_beats_the_untrained_drafter_and_says_what_it_is_worth(method: str
     training = train(options(method, tmp_path / "out"))
     first = training.history[0]
     assert first.step == 0
-    assert training.steps == 40
+    assert 20 <= training.steps == training.history[-1].step <= 40
     assert training.held_out_loss < first.held_out_loss
-    assert training.tau > first.tau + 0.2
+    assert training.tau > first.tau + 0.05
     assert training.tau == pytest.approx(1 + np.cumprod(training.acceptance).sum())
     stored = json.loads((tmp_path / "out" / TRAINING).read_text())
     assert stored["tau"] == training.tau
     assert str(tmp_path) not in json.dumps(stored)
-    assert str(shared_checkpoint()) not in json.dumps(stored)
+    assert str(checkpoint()) not in json.dumps(stored)
     assert not (tmp_path / "out" / CHECKPOINT).exists()
-    config = open_checkpoint(str(shared_checkpoint())).config
-    wanted = draft_vocabulary(Data(shared_data()).rows("train"), 320, 100)
+    config = open_checkpoint(str(checkpoint())).config
+    wanted = vocabulary(Data(shared_data()).rows("train"), 100, 320)
     if method == "eagle":
         read, state = read_eagle(tmp_path / "out", config)
         assert (read.taps, read.draft_vocab_size) == (("1",), 100)
@@ -150,11 +173,12 @@ def test_a_run_beats_the_untrained_drafter_and_says_what_it_is_worth(method: str
         assert state["fc.weight"].dtype == torch.float16
         ids = draft_ids(read, state)
         assert ids is not None
-        assert ids.tolist() == list(wanted)  # type: ignore[arg-type]
+        assert ids.tolist() == wanted
         assert state["t2d"].nonzero().flatten().tolist() == ids.tolist()
     elif method == "medusa":
         heads = read_medusa(tmp_path / "out", config)
-        assert heads.ids.tolist() == list(wanted)  # type: ignore[union-attr,arg-type]
+        assert heads.ids is not None
+        assert heads.ids.tolist() == wanted
         table = np.array(heads.config.accuracies)
         assert table.shape == (2, 10)
         assert table[0, 0] == pytest.approx(training.acceptance[0], abs=1e-4)
@@ -162,7 +186,7 @@ def test_a_run_beats_the_untrained_drafter_and_says_what_it_is_worth(method: str
     else:
         small = open_checkpoint(str(tmp_path / "out"))
         assert small.config.num_hidden_layers == 1
-        assert read_tokenizer(small).record == read_tokenizer(open_checkpoint(str(shared_checkpoint()))).record
+        assert read_tokenizer(small).record == read_tokenizer(open_checkpoint(str(checkpoint()))).record
         kept = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
         assert torch.equal(kept, hf_model().model.embed_tokens.weight.half())
 
@@ -177,11 +201,11 @@ def test_a_seed_decides_every_bit(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_killed_ends_with_the_bits_of_an_unbroken_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "specdec.train.cli", "eagle", str(shared_checkpoint()), "--data",
+    command = [sys.executable, "-m", "specdec.train.cli", "eagle", str(checkpoint()), "--data",
                str(shared_data()), "--steps", "40", "--step-tokens", "400", "--draft-vocab", "100", "--taps", "1",
                "--learning-rate", "5e-3", "--checkpoint-minutes", "0", "--quiet", "-o"]  # fmt: skip
     broken, whole = tmp_path / "broken", tmp_path / "whole"
-    with subprocess.Popen([*command, str(broken)]) as running:
+    with subprocess.Popen([*command, str(broken)], env={**os.environ, "OMP_NUM_THREADS": "1"}) as running:
         while not (broken / CHECKPOINT).exists():
             assert running.poll() is None
             time.sleep(0.002)
@@ -265,7 +289,7 @@ def test_a_medusa_head_is_about_the_token_behind_the_pending_one(off: int, monke
         learner.model, "forward", lambda x: torch.stack([30 * x.roll(1 + i + off, -1) for i in range(3)], -2)
     )
     assert bool(learner.right(batch).all()) == (off == 0)
-    assert (float(learner.loss(batch)) < 1e-3) == (off == 0)
+    assert (float(learner.loss(batch).detach()) < 1e-3) == (off == 0)
     assert learner.right(batch).shape == (20 - 6 - 3, 3)
 
 
@@ -279,7 +303,7 @@ def test_an_eagle_pair_is_about_the_token_behind_its_later_one(off: int, monkeyp
     )
     monkeypatch.setattr(learner.model, "logits", lambda states: 30.0 * states)
     assert bool(learner.right(batch).all()) == (off == 0)
-    assert (float(learner.loss(batch)) < 1e-3) == (off == 0)
+    assert (float(learner.loss(batch).detach()) < 1e-3) == (off == 0)
     assert learner.right(batch).shape == (20 - 6 - DEPTH, DEPTH)
 
 
@@ -290,15 +314,15 @@ def test_where_the_text_leaves_the_draft_vocabulary_nothing_is_learned() -> None
     for gone in (0, 12):
         learner = MedusaLearner(certain_target(), 1, np.delete(np.arange(48), gone))
         learner.model.lm_head.weight.data.zero_()  # every token costs the same
-        lost[gone] = float(learner.loss(batch))
+        lost[gone] = float(learner.loss(batch).detach())
     assert lost[0] == pytest.approx(14 * np.log(47), rel=1e-5)
     assert lost[12] == pytest.approx(13 * np.log(47), rel=1e-5)
 
 
 def test_a_draft_vocabulary_has_the_most_frequent_tokens() -> None:
     rows = [TextRow(np.array(tokens), np.zeros((3, 1), np.float16), 1) for tokens in ([7, 7, 3], [9, 3, 5], [5, 2, 7])]
-    assert list(draft_vocabulary(rows, 20, 3) or ()) == [3, 5, 7]
-    assert list(draft_vocabulary(rows, 20, 4) or ()) == [2, 3, 5, 7]
+    assert vocabulary(rows, 3) == [3, 5, 7]
+    assert vocabulary(rows, 4) == [2, 3, 5, 7]
     assert draft_vocabulary(rows, 20, 20) is None
 
 
@@ -350,7 +374,7 @@ class Worsening:
         self.begun = self.model.weight.detach().clone()
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        return self.model.weight.sum()
+        return self.model.weight.sum() * (1 if torch.is_grad_enabled() else -1)  # learning makes estimates worse
 
     def right(self, batch: Batch) -> torch.Tensor:
         return (self.model.weight == self.begun).expand(4, 1)
@@ -378,12 +402,12 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path: Path) -> None:
         train(options("medusa", there))
     assert [path.name for path in there.iterdir()] == ["mine"]
     rows = list(Data(shared_data()).rows("train"))
-    other = [TextRow(row.tokens, row.features[:, :96], row.answer) for row in rows]
+    both = [*rows, *Data(shared_data()).rows("held-out")]
     for data, said in (
-        (write_data(tmp_path / "taps", other, taps=("2", "final")), "no hidden states at 1"),
-        (write_data(tmp_path / "size", other, hidden=32), "hidden size 32"),
-        (write_data(tmp_path / "few", other[:1]), "none that is held out"),
-        (tmp_path, "no training data"),
+        (write_data(tmp_path / "taps", rows, taps=("2", "final")), "no hidden states at 1"),
+        (write_data(tmp_path / "size", rows, hidden=32), "hidden size 32"),
+        (write_data(tmp_path / "few", rows[:1]), "none that is held out"),
+        (write_data(tmp_path / "strange", [replace(row, features=-row.features) for row in both]), "another target"),
     ):
         with pytest.raises(RequestError, match=said):
             train(options("eagle", tmp_path / "out", data=data, tokens=None))
@@ -439,7 +463,7 @@ def test_help_and_mistakes_need_no_torch() -> None:
 
 def test_the_command_reports_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out"
-    arguments = ["medusa", str(shared_checkpoint()), "-o", str(output), "--data", str(shared_data()), "--steps", "2"]
+    arguments = ["medusa", str(checkpoint()), "-o", str(output), "--data", str(shared_data()), "--steps", "2"]
     assert cli.main([*arguments, "--json"]) == 0
     printed = capsys.readouterr()
     report = json.loads(printed.out)

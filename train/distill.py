@@ -98,5 +98,4 @@ class DistillLearner:
         """Logits [n, V] at the later token of `pairs`: about the token behind it."""
         states = self.model.base_model(input_ids=batch.tokens).last_hidden_state
         logits: torch.Tensor = self.model.get_output_embeddings()(states[:, 1:][pairs])
-        cap = getattr(self._target.config, "final_logit_softcapping", None)
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return self._target.capped(logits)

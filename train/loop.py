@@ -25,7 +25,7 @@ from specdec.train.saved import load_state, save_state
 
 WARMUP = 0.05  # share of the budget in which the learning rate rises
 EVALUATIONS = 20  # estimates during a run
-PATIENCE = 6  # estimates without a better one, after which a run ends
+PATIENCE = 6  # estimates in which neither τ nor the loss gets better, after which a run ends
 ESTIMATE_TOKENS = 16384  # of held-out texts for an estimate on the way; the last one takes all
 CLIP = 1.0  # most that the gradient's norm may be
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01
@@ -206,7 +206,6 @@ class Loop:
         """Measure on a fixed part of the held-out texts; keep the weights if none were better."""
         state = self.state
         figures, loss = self.measure(_first(self._held_out, ESTIMATE_TOKENS))
-        best = max((estimate.tau for estimate in state.history), default=0.0)
         estimate = Estimate(
             step=state.step,
             epoch=state.epoch + state.cursor / len(steps),
@@ -215,11 +214,15 @@ class Loop:
             tau=figures.tau,
             acceptance=figures.acceptance,
         )
+        best = max(state.history, key=_worth, default=None)
+        least = min((earlier.held_out_loss for earlier in state.history), default=math.inf)
+        if best is None or _worth(estimate) > _worth(best):
+            self._best = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+            state.unimproved = 0
+        else:
+            state.unimproved = 0 if loss < least else state.unimproved + 1
         state.history.append(estimate)
         state.lost, state.lost_steps = 0.0, 0
-        state.unimproved = 0 if estimate.tau > best else state.unimproved + 1
-        if estimate.tau > best:
-            self._best = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._progress.advance(self._done(), 1.0, {"held-out loss": loss, "τ": figures.tau})
 
     def _save(self) -> None:
@@ -250,6 +253,11 @@ class Loop:
         torch.set_rng_state(tensors[_RNG])
         self.state = state
         self._progress.note(f"going on from step {state.step} of {self._checkpoint}")
+
+
+def _worth(estimate: Estimate) -> tuple[float, float]:
+    """What weights are chosen by: τ, then the loss."""
+    return estimate.tau, -estimate.held_out_loss
 
 
 def _first(rows: Sequence[TextRow], tokens: int) -> list[TextRow]:

@@ -5,7 +5,6 @@ on its way it holds a checkpoint, from which the same command goes on. This modu
 line and prints nothing.
 """
 
-import gc
 import hashlib
 import importlib.metadata
 import time
@@ -37,6 +36,7 @@ from specdec.train.options import DEFAULT_TOKENS, Method, TrainOptions, TrainPro
 from specdec.train.target import Target, draft_vocabulary
 
 TRAINING, CHECKPOINT = "training.json", "checkpoint.safetensors"
+_CHECKED, _LEAST = 8, 0.2  # held-out texts that are looked at, and the share of tokens that must be the target's
 DATA_SHARE = 0.5  # of the minutes, at most, goes into data
 _TOOLS = ("specdec", "torch", "transformers")
 _NOT_OF_THE_RUN = ("model", "output", "data", "prompts", "force", "checkpoint_minutes", "tokens", "trust_remote_code")
@@ -99,7 +99,10 @@ def train(options: TrainOptions, progress: TrainProgress | None = None) -> Train
     rows = [row for row in data.rows("train") if learnable(row)]
     held_out = [row for row in data.rows("held-out") if learnable(row)]
     torch.manual_seed(options.seed)
-    learner = _learner(options, checkpoint, rows, data.vocab_size, taps)
+    target, model = _target(options, checkpoint)
+    _check_states(target, held_out, data)
+    learner = _learner(options, checkpoint, target, model, rows, data.vocab_size, taps)
+    del model  # its layers are not needed any more
     columns = torch.cat(
         [torch.arange(data.record.hidden_size) + data.taps.index(t) * data.record.hidden_size for t in taps]
     )
@@ -212,32 +215,43 @@ def _check_data(data: Data, checkpoint: Checkpoint, taps: Sequence[str]) -> None
                            "data, or choose among them with --taps")  # fmt: skip
 
 
-def _learner(
-    options: TrainOptions, checkpoint: Checkpoint, rows: Sequence[TextRow], vocab_size: int, taps: Sequence[str]
-) -> _Written:
-    """The drafter as it begins; the target's own layers are gone when it is there."""
-    device = torch.device(options.device)
+def _check_states(target: Target, rows: Sequence[TextRow], data: Data) -> None:
+    """Raise `RequestError` unless the target would have said, most of the time, what the data's texts say."""
+    begin = data.taps.index(FINAL) * target.hidden_size
+    shares = [
+        target.agreement(row, torch.from_numpy(row.features[:, begin : begin + target.hidden_size]).float())
+        for row in rows[:_CHECKED]
+    ]
+    if shares and (share := sum(shares) / len(shares)) < _LEAST:
+        raise RequestError(f"the data is of another target: this one would have said {share:.0%} of its tokens")
+
+
+def _target(options: TrainOptions, checkpoint: Checkpoint) -> tuple[Target, Any]:
+    """The target's ends, and the whole model."""
     model: Any = checkpoint.load(torch.float32)
     _, layers = decoder_layers(model)
-    target = Target(model, layers[-1].state_dict(), device)
+    return Target(model, layers[-1].state_dict(), torch.device(options.device)), model
+
+
+def _learner(
+    options: TrainOptions,
+    checkpoint: Checkpoint,
+    target: Target,
+    model: Any,
+    rows: Sequence[TextRow],
+    vocab_size: int,
+    taps: Sequence[str],
+) -> _Written:
+    """The drafter as it begins."""
     if options.method == "distill":
-        chosen = choose_layers(options.layers, options.keep, len(layers))
+        chosen = choose_layers(options.layers, options.keep, target.config.num_hidden_layers)
         tokenizer = read_tokenizer(checkpoint)
-        learner: _Written = DistillLearner(
-            pruned(model, chosen), target, tokenizer, train_embeddings=options.train_embeddings
-        )
-    else:
-        ids = draft_vocabulary(rows, vocab_size, options.draft_vocab)
-        if options.method == "medusa":
-            learner = MedusaLearner(target, options.heads, ids)
-        else:
-            config = eagle_config(
-                checkpoint.config, draft_vocab_size=None if ids is None else len(ids), taps=tuple(taps[:-1])
-            )
-            learner = EagleLearner(config, target, ids, options.self_fed)
-    del model, layers
-    gc.collect()
-    return learner
+        return DistillLearner(pruned(model, chosen), target, tokenizer, train_embeddings=options.train_embeddings)
+    ids = draft_vocabulary(rows, vocab_size, options.draft_vocab)
+    if options.method == "medusa":
+        return MedusaLearner(target, options.heads, ids)
+    config = eagle_config(checkpoint.config, draft_vocab_size=None if ids is None else len(ids), taps=tuple(taps[:-1]))
+    return EagleLearner(config, target, ids, options.self_fed)
 
 
 def _of_the_run(options: TrainOptions) -> dict[str, Any]:

@@ -41,8 +41,16 @@ class Target:
 
     def logits(self, states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
         """The target's logits [..., Vd] for `ids` (None: all) from the states [..., H] that its head reads."""
-        scores: torch.Tensor = states @ (self.head if ids is None else self.head[ids]).T
+        return self.capped(states @ (self.head if ids is None else self.head[ids]).T)
+
+    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+        """Logits from what the head's product gives."""
         return scores if self._cap is None else torch.tanh(scores / self._cap) * self._cap
+
+    def agreement(self, row: TextRow, states: torch.Tensor) -> float:
+        """The share of a row's answer that is the most likely token by its states [n, H]."""
+        said = self.logits(states[row.answer - 1 : -1].to(self.device)).argmax(-1).cpu()
+        return float((said == torch.from_numpy(row.tokens[row.answer :])).double().mean())
 
 
 def soft_cross_entropy(logits: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
