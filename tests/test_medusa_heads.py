@@ -253,5 +253,5 @@ def test_the_engine_of_heads_takes_what_their_record_says() -> None:
         heads.logits(np.zeros((2, 48), np.float32))
     with pytest.raises(ContractError, match="the manifest says"):
         open_heads(bundle / record.graph, msgspec.structs.replace(record.spec, heads=2))
-    with pytest.raises(RequestError, match="reads the target.s hidden states, which only backend ort hands out"):
+    with pytest.raises(RequestError, match=r"reads the target.s hidden states, which only backend ort hands out"):
         LLM(bundle, speculative=SpeculativeConfig(method="medusa"), engine=EngineConfig(backend="tensorrt"))
