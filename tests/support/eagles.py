@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from specdec.export.eagle_files import EMBEDDING, HEAD, IDS, MEMBERS, write_eagle
@@ -41,17 +42,31 @@ def random_eagle(
 
 
 def eagle_folder(path: Path, checkpoint: Path, form: str, drafted: int | None = None, seed: int = 0) -> Path:
-    """Write a random drafter for the target in the folder `checkpoint` to `path`. Returns `path`."""
-    write_eagle(path, *random_eagle(AutoConfig.from_pretrained(checkpoint), form, drafted, seed))
+    """Write a random drafter for the target in the folder `checkpoint` to `path`. Returns `path`.
+
+    That of form "eagle" brings the target's embedding along, as public ones do.
+    """
+    config, state = random_eagle(AutoConfig.from_pretrained(checkpoint), form, drafted, seed)
+    if form == "eagle":
+        state[EMBEDDING] = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    write_eagle(path, config, state)
     return path
 
 
+def eagle_bundle(form: str = "eagle3", precision: str = "fp32") -> Path:
+    """A tiny bundle with a random drafter that all tests of a run share; do not change it (copy it first)."""
+    return _bundle(form, precision)
+
+
 @functools.cache
-def eagle_bundle(form: str = "eagle3", precision: str = "fp32", drafted: int | None = DRAFTED) -> Path:
-    """A tiny bundle with a random drafter that all tests of a run share."""
-    folder = _folder()
-    drafter = eagle_folder(folder / f"{form}-{drafted}", blocks_checkpoint(), form, drafted)
-    output = folder / f"bundle-{form}-{precision}-{drafted}"
+def shared_eagle(form: str) -> Path:
+    """The folder of the shared bundles' drafter."""
+    return eagle_folder(_folder() / form, blocks_checkpoint(), form, DRAFTED)
+
+
+@functools.cache
+def _bundle(form: str, precision: str) -> Path:
+    drafter, output = shared_eagle(form), _folder() / f"bundle-{form}-{precision}"
     options: dict[str, Any] = {"model": str(blocks_checkpoint()), "output": output, "precision": precision}
     export_bundle(ExportOptions(drafters=("ngram", f"eagle:{drafter}"), **options))
     return output
