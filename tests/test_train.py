@@ -32,10 +32,11 @@ from specdec.train.data import Data, DataRecord, TextRow
 from specdec.train.distill import DistillLearner, choose_layers, pruned
 from specdec.train.eagle import DEPTH, EagleLearner
 from specdec.train.figures import Figures
-from specdec.train.loop import PATIENCE, Learner, Loop, Schedule
+from specdec.train.loop import PATIENCE, Learner, Loop, Schedule, State
 from specdec.train.medusa import MedusaLearner
 from specdec.train.options import TrainOptions, TrainProgress
 from specdec.train.run import CHECKPOINT, TRAINING, train
+from specdec.train.saved import load_state
 from specdec.train.target import Target, draft_vocabulary
 from support.bundles import LOGITS_SIZE, TOKENIZER_SIZE, tiny_checkpoint
 
@@ -206,9 +207,9 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_an_unbroken_one(tmp_path: P
                "--learning-rate", "5e-3", "--checkpoint-minutes", "0", "--quiet", "-o"]  # fmt: skip
     broken, whole = tmp_path / "broken", tmp_path / "whole"
     with subprocess.Popen([*command, str(broken)], env={**os.environ, "OMP_NUM_THREADS": "1"}) as running:
-        while not (broken / CHECKPOINT).exists():
+        while not (broken / CHECKPOINT).exists() or load_state(broken / CHECKPOINT, State)[0].step < 10:
             assert running.poll() is None
-            time.sleep(0.002)
+            time.sleep(0.02)
         os.kill(running.pid, signal.SIGKILL)
     assert not (broken / TRAINING).exists()
     heard: list[str] = []

@@ -7,7 +7,7 @@ arXiv:1503.02531): this drafter proposes with the whole head, so what it must no
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class DistillLearner:
         found[everywhere] = self._logits(batch, everywhere).argmax(-1) == batch.following[everywhere]
         return torch.stack([found.roll(-step, 1)[starts] for step in range(DEPTH)], -1)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, held_out: Iterable[Batch]) -> None:
         """Write a folder of Hugging Face's layout with the target's tokenizer, in float16."""
         small = copy.deepcopy(self.model).to("cpu").half()
         small.save_pretrained(folder)

@@ -7,6 +7,7 @@ pairs of a text are one pass, and in it a chain's earlier pairs lie on diagonals
 text's own, so a chain is what would be drafted as long as it is right; that is all that an acceptance estimate asks.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ class EagleLearner:
             found.append(drafted.roll(-step, 1)[starts])
         return torch.stack(found, -1)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, held_out: Iterable[Batch]) -> None:
         """Write the drafter in EAGLE-3's public format, in float16, without the target's embedding."""
         state = {name: value.half() for name, value in self.model.state_dict().items() if name != EMBEDDING}
         if self._reduced:

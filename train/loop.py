@@ -163,12 +163,16 @@ class Loop:
         figures, loss = Figures(), 0.0
         self._learner.model.eval()
         with torch.no_grad():
-            for group in micro_batches([len(row.tokens) for row in rows], self._learner.micro_tokens):
-                batch = collate([rows[index] for index in group], self._columns, self._device)
+            for batch in self.batches(rows):
                 figures.add(self._learner.right(batch))
                 loss += float(self._learner.loss(batch))
         self._learner.model.train()
         return figures, loss / positions(rows)
+
+    def batches(self, rows: Sequence[TextRow]) -> Iterator[Batch]:
+        """All of `rows` once, side by side."""
+        for group in micro_batches([len(row.tokens) for row in rows], self._learner.micro_tokens):
+            yield collate([rows[index] for index in group], self._columns, self._device)
 
     def _epoch(self) -> list[Step]:
         lengths = [len(row.tokens) for row in self._rows]

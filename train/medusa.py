@@ -4,6 +4,7 @@ Head i reads the state at token t and is about token t + 2 + i, of which the tar
 distribution (Cai et al., arXiv:2401.10774, with soft labels instead of the text's token). Later heads weigh less.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,8 +49,6 @@ class MedusaLearner:
         with torch.no_grad():
             self.model.lm_head.weight.copy_(target.head[self._ids])
         self._target = target
-        self._hits = torch.zeros(heads, RANKS, dtype=torch.int64, device=target.device)
-        self._asked = 0
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Sum over pairs and heads, each head weighted, of the cross-entropy against the target's distribution."""
@@ -69,31 +68,23 @@ class MedusaLearner:
         return total
 
     def right(self, batch: Batch) -> torch.Tensor:
-        """Whether each head's first candidate is the text's token [n, K], at all pairs that the text goes on behind.
+        """Whether each head's first candidate is the text's token [n, K], at all pairs that the text goes on behind."""
+        return self._ranked(batch)[..., 0]
 
-        Counts the accuracy of every rank on the way: see `start`.
-        """
+    def write(self, folder: Path, held_out: Iterable[Batch]) -> None:
+        """Write the heads in float16, with the accuracy of every candidate on the texts `held_out` [heads][ranks]."""
+        with torch.no_grad():
+            hits = torch.cat([self._ranked(batch) for batch in held_out])
+        accuracies = hits.double().mean(0).tolist()
+        config = replace(self.model.config, accuracies=tuple(tuple(round(x, 4) for x in row) for row in accuracies))
+        state = {name: value if name == OFFSETS else value.half() for name, value in self.model.state_dict().items()}
+        write_medusa(folder, config, state)
+
+    def _ranked(self, batch: Batch) -> torch.Tensor:
+        """Whether each of the heads' best candidates is the text's token [n, K, R]."""
         heads = self.model.config.heads
         starts = batch.pairs(0, heads)
         logits = self.model(batch.features[:, :-1][starts])  # [n, K, Vd]
-        ranked = self._ids[logits.topk(min(RANKS, logits.shape[-1]), -1).indices]  # [n, K, R]
+        ranked = self._ids[logits.topk(min(RANKS, logits.shape[-1]), -1).indices]
         text = torch.stack([batch.following.roll(-head, 1)[starts] for head in range(heads)], -1)  # [n, K]
-        hits = ranked == text.unsqueeze(-1)
-        self._hits[:, : hits.shape[-1]] += hits.sum(0)
-        self._asked += len(hits)
-        return hits[..., 0]
-
-    def start(self) -> None:
-        """Forget what was counted."""
-        self._hits.zero_()
-        self._asked = 0
-
-    def write(self, folder: Path) -> None:
-        """Write the heads in float16, with the accuracies [heads][ranks] counted since `start`."""
-        accuracies = (self._hits / max(self._asked, 1)).double().cpu()
-        ranks = min(RANKS, len(self._ids))
-        config = replace(
-            self.model.config, accuracies=tuple(tuple(round(x, 4) for x in row[:ranks]) for row in accuracies.tolist())
-        )
-        state = {name: value if name == OFFSETS else value.half() for name, value in self.model.state_dict().items()}
-        write_medusa(folder, config, state)
+        return ranked == text.unsqueeze(-1)

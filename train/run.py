@@ -8,7 +8,7 @@ line and prints nothing.
 import hashlib
 import importlib.metadata
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from specdec.export.pipeline import export_bundle
 from specdec.export.sources import Checkpoint, open_checkpoint
 from specdec.export.taps import FINAL, check_taps
 from specdec.export.tokenizer import read_tokenizer
-from specdec.train.batches import learnable
+from specdec.train.batches import Batch, learnable
 from specdec.train.data import RECORD, Data, TextRow, make_data
 from specdec.train.distill import DistillLearner, choose_layers, pruned
 from specdec.train.eagle import EagleLearner
@@ -77,8 +77,8 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class _Written(Learner, Protocol):
     """A learner that can be written as a drafter."""
 
-    def write(self, folder: Path) -> None:
-        """Write the drafter's files."""
+    def write(self, folder: Path, held_out: Iterable[Batch]) -> None:
+        """Write the drafter's files, with what has to be measured on held-out texts, if anything has."""
 
 
 def train(options: TrainOptions, progress: TrainProgress | None = None) -> Training:
@@ -125,7 +125,7 @@ def train(options: TrainOptions, progress: TrainProgress | None = None) -> Train
         for parameter in own:
             parameter.copy_(parameter.half().float())
     figures, loss = loop.measure(held_out)
-    learner.write(options.output)
+    learner.write(options.output, loop.batches(held_out))
     training = Training(
         method=options.method,
         target=checkpoint.name,
