@@ -480,8 +480,10 @@ def test_the_other_number_of_threads_is_compared(engine: Engine) -> None:
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str, bundle: Path | None = None) -> tuple[int, str, str]:
+    bundle = bundle or shared_bundle()
+    capsys.readouterr()  # what making it said
     try:
-        code = verify.main([str(bundle or shared_bundle()), *arguments])
+        code = verify.main([str(bundle), *arguments])
     except SystemExit as exc:
         code = int(exc.code or 0)
     captured = capsys.readouterr()
