@@ -116,7 +116,7 @@ def vocabulary(rows: Iterable[TextRow], size: int, known: int = 20) -> list[int]
 
 
 def target() -> Target:
-    return Target(hf_model(), {}, CPU)
+    return Target(hf_model(), CPU)
 
 
 def learners() -> dict[str, Learner]:
@@ -273,7 +273,7 @@ def certain_target(size: int = 48) -> Target:
                          num_attention_heads=4, tie_word_embeddings=False)  # fmt: skip
     model = LlamaForCausalLM(config).requires_grad_(False)
     model.lm_head.weight.copy_(30 * torch.eye(size))
-    return Target(model, {}, CPU)
+    return Target(model, CPU)
 
 
 def counting_row(size: int = 48) -> TextRow:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from specdec.engines.contract import IntArray
-from specdec.export.eagle_files import EMBEDDING, HEAD, IDS, MEMBERS, write_eagle
+from specdec.export.eagle_files import EMBEDDING, IDS, MEMBERS, write_eagle
 from specdec.export.eagle_model import EagleConfig, EagleModel
 from specdec.train.batches import Batch
 from specdec.train.target import Target, soft_cross_entropy
@@ -89,7 +89,9 @@ def _later(x: torch.Tensor, places: int) -> torch.Tensor:
 class EagleLearner:
     """A drafter of `config` that learns from `target`; `ids` [Vd]: its vocabulary (None: the target's).
 
-    `self_fed`: how many pairs of a chain are fed with its own states in training.
+    `self_fed`: how many pairs of a chain are fed with its own states in training. Only the head begins as the target's:
+    after 16,000 tokens of SmolLM2's, training loss was 6.0 with a random layer and a norm of ones, 6.7 with the
+    last layer of the target, and 7.1 with its final norm beside a random layer.
     """
 
     micro_tokens = MICRO_TOKENS
@@ -103,30 +105,13 @@ class EagleLearner:
         self._reduced = ids is not None
         self._place = torch.full((vocab + 1,), -1)  # [V + 1]: index in the draft vocabulary; last, of no token: -1
         self._place[self._ids] = torch.arange(len(self._ids))
-        self._begin_as_target()
+        with torch.no_grad():
+            self.model.embed_tokens.weight.copy_(target.embedding.weight)
+            self.model.lm_head.weight.copy_(target.head[self._ids.to(target.device)])
+        self.model.embed_tokens.requires_grad_(False)
         self.model.to(target.device)
         self._ids, self._place = self._ids.to(target.device), self._place.to(target.device)
         self._head = target.head[self._ids]
-
-    def _begin_as_target(self) -> None:
-        """Head and norm begin as the target's, which read states alike; the layer as its last one, as far as it fits.
-
-        Its attention reads the state where the target's reads it; the embedding beside it begins as nothing.
-        """
-        state: dict[str, torch.Tensor] = dict(self.model.state_dict())
-        target = self._target
-        with torch.no_grad():
-            state[EMBEDDING].copy_(target.embedding.weight)
-            state[HEAD].copy_(target.head[self._ids.to(target.device)])
-            if target.norm is not None and target.norm.shape == state["norm.weight"].shape:
-                state["norm.weight"].copy_(target.norm)
-            for name, value in target.layer.items():
-                own = state.get(f"midlayer.{name}")
-                if own is not None and own.shape == value.shape:
-                    own.copy_(value)
-                elif own is not None and own.shape == (len(value), 2 * value.shape[-1]):
-                    own.copy_(torch.cat([torch.zeros_like(value), value], -1))
-        self.model.embed_tokens.requires_grad_(False)
 
     def _steps(self, batch: Batch, steps: int) -> list[torch.Tensor]:
         """The states [B, S - 1, H] that steps 0 to `steps` - 1 leave at every pair."""

@@ -20,7 +20,6 @@ from specdec.engines.errors import RequestError
 from specdec.export.calibrate import read_prompts
 from specdec.export.eagle_model import default_taps, eagle_config
 from specdec.export.families import check_supported, text_config
-from specdec.export.layers import decoder_layers
 from specdec.export.options import ExportOptions
 from specdec.export.pipeline import export_bundle
 from specdec.export.sources import Checkpoint, open_checkpoint
@@ -229,8 +228,7 @@ def _check_states(target: Target, rows: Sequence[TextRow], data: Data) -> None:
 def _target(options: TrainOptions, checkpoint: Checkpoint) -> tuple[Target, Any]:
     """The target's ends, and the whole model."""
     model: Any = checkpoint.load(torch.float32)
-    _, layers = decoder_layers(model)
-    return Target(model, layers[-1].state_dict(), torch.device(options.device)), model
+    return Target(model, torch.device(options.device)), model
 
 
 def _learner(

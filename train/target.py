@@ -19,19 +19,14 @@ from specdec.train.data import TextRow
 
 
 class Target:
-    """The ends of a model of transformers: `embedding` [V, H] (a module), `head` [V, H], `norm` [H], on `device`.
+    """The ends of a model of transformers: `embedding` [V, H] (a module) and `head` [V, H], on `device`."""
 
-    `layer`: weights of its last decoder layer by name, for drafters that begin as it.
-    """
-
-    def __init__(self, model: Any, layer: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, device: torch.device) -> None:
         self.config = text_config(model.config)
         self.device = device
         self.embedding = model.get_input_embeddings().to(device)
         head = model.get_output_embeddings()
         self.head = head.weight.detach().to(device)
-        self.norm = model.base_model.norm.weight.detach().to(device) if hasattr(model.base_model, "norm") else None
-        self.layer: dict[str, torch.Tensor] = {name: value.detach().clone() for name, value in layer.items()}
         self._cap = getattr(self.config, "final_logit_softcapping", None)
 
     @property
