@@ -89,9 +89,9 @@ def _later(x: torch.Tensor, places: int) -> torch.Tensor:
 class EagleLearner:
     """A drafter of `config` that learns from `target`; `ids` [Vd]: its vocabulary (None: the target's).
 
-    `self_fed`: how many pairs of a chain are fed with its own states in training. Only the head begins as the target's:
-    after 16,000 tokens of SmolLM2's, training loss was 6.0 with a random layer and a norm of ones, 6.7 with the
-    last layer of the target, and 7.1 with its final norm beside a random layer.
+    `self_fed`: how many pairs of a chain are fed with its own states in training. Only the head begins as the target's.
+    On SmolLM2-135M, one seed, without self-fed pairs, the mean loss of steps 17 to 24 (650 tokens each) was 6.0 with a
+    random layer and a norm of ones, 6.6 with the target's last layer, 7.1 with its final norm beside a random layer.
     """
 
     micro_tokens = MICRO_TOKENS
