@@ -28,6 +28,7 @@ COPIED = ("engines", "export", "runtime", "tools", "train", "tests", "typing_roo
 SECONDS = 120  # a run that takes longer hangs, which is an error
 
 ACCEPT, CHANCE, GROWTH, NGRAM = (f"tests/test_{name}.py::" for name in ("accept", "chance", "growth", "ngram"))
+FALLBACK = "tests/test_fallback.py::test_the_"
 CHAIN = ACCEPT + "test_sampled_chain"
 TREE = ACCEPT + "test_tree_drawn_without_replacement"
 RANKED = ACCEPT + "test_tree_of_the_most_probable_tokens"
@@ -242,6 +243,14 @@ MUTANTS = (
     Mutant("chances do not multiply", "how wide a draft is", "drafters/ngram.py",
            "chance := chance * _acceptance", "chance := _acceptance",
            (NGRAM + "test_the_dearer_a_position_the_narrower_the_draft",)),
+    Mutant("the second drafter is asked for all rows", "drafts that are thrown away", "drafters/fallback.py",
+           "left = [0 if len(tree) else limit", "left = [limit",
+           (FALLBACK + "second_proposes_where_the_first_finds_nothing",)),
+    Mutant("both drafters hear what was kept", "the draft's cache", "drafters/fallback.py",
+           "self._second.commit(index, row, kept if fell else ())", "self._second.commit(index, row, kept)",
+           (FALLBACK + "second_proposes_where_the_first_finds_nothing",)),
+    Mutant("a row that leaves takes the other's place", "whose proposal it was", "drafters/fallback.py",
+           "self._fell[index] = self._fell[-1]\n", "", (FALLBACK + "second_proposes_where_the_first_finds_nothing",)),
     # Medusa heads
     Mutant("state of another token", "heads draft from too early a place", "drafters/medusa.py",
            "(index)[-1:, self._final]", "(index)[:1, self._final]",

@@ -25,7 +25,7 @@ PROMPTS = [
     "d",
     "def add(a, b):\n    return a + b\n\ndef add(",
 ]
-METHODS = [None, "ngram", "model", "layerskip:1"]
+METHODS = [None, "ngram", "model", "ngram+model", "layerskip:1"]
 
 
 def bundle_of(method: str | None) -> Path:
@@ -33,7 +33,7 @@ def bundle_of(method: str | None) -> Path:
     return shared_bundle(drafters=("ngram", method)) if method == "layerskip:1" else shared_bundle()
 
 
-@pytest.fixture(scope="module", params=METHODS, ids=["plain", "ngram", "model", "layerskip"])
+@pytest.fixture(scope="module", params=METHODS, ids=["plain", "ngram", "model", "ngram+model", "layerskip"])
 def llm(request: pytest.FixtureRequest) -> LLM:
     return LLM(bundle_of(request.param), speculative=SpeculativeConfig(method=request.param))
 
@@ -100,6 +100,19 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
     stats = llm.generate(PROMPTS[0], params(max_new_tokens=25))[0].stats
     assert (stats.rounds, stats.draft_tokens_proposed, stats.draft_tokens_accepted) == (5, 20, 20)
     assert (stats.proposed_at, stats.accepted_at) == ([5] * 4, [5] * 4)
+
+
+def test_a_draft_is_asked_where_no_ngram_matches() -> None:
+    with LLM(shared_bundle(), speculative=SpeculativeConfig(method="ngram+model", num_speculative_tokens=4)) as llm:
+        (scheduler, row) = llm._scheduler(1), llm._row(PROMPTS[1], params(max_new_tokens=30))
+        scheduler.submit(row)
+        scheduler.step()
+        assert not scheduler._drafter._fell[0], "the prompt ends as it has gone on before"  # type: ignore[union-attr]
+        (other,) = llm.generate(PROMPTS[2], params(max_new_tokens=5))
+        assert (other.stats.draft_tokens_proposed, other.stats.draft_tokens_accepted) == (4, 4)  # the target's own copy
+    for method in ("model+ngram", "ngram+ngram", "ngram+eagle", "ngram+"):
+        with pytest.raises(RequestError, match=r"no drafter .* choose one of auto, ngram, model, ngram\+model$"):
+            LLM(shared_bundle(), speculative=SpeculativeConfig(method=method))
 
 
 def test_acceptance_is_counted_by_position() -> None:
