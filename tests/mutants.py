@@ -250,7 +250,8 @@ MUTANTS = (
            "self._second.commit(index, row, kept if fell else ())", "self._second.commit(index, row, kept)",
            (FALLBACK + "second_proposes_where_the_first_finds_nothing",)),
     Mutant("a row that leaves takes the other's place", "whose proposal it was", "drafters/fallback.py",
-           "        self._fell[index] = self._fell[-1]\n", "", (FALLBACK + "second_proposes_where_the_first_finds_nothing",)),
+           "        self._fell[index] = self._fell[-1]\n", "",
+           (FALLBACK + "second_proposes_where_the_first_finds_nothing",)),
     # Medusa heads
     Mutant("state of another token", "heads draft from too early a place", "drafters/medusa.py",
            "(index)[-1:, self._final]", "(index)[:1, self._final]",

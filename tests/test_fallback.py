@@ -52,11 +52,13 @@ def test_the_second_proposes_where_the_first_finds_nothing() -> None:
     both.commit(0, rows[0], (0,))
     both.commit(1, rows[1], (0, 1))
     assert (first.told, second.told) == ([(1, (0,)), (2, ())], [(1, ()), (2, (0, 1))])
-    both.release(0)
-    assert first.rows == second.rows == [rows[2], rows[1]]
-    both.commit(1, rows[1], (0,))  # the row that fell back still does
-    assert (first.told[-1], second.told[-1]) == ((2, ()), (2, (0,)))
-    both.propose([rows[2], rows[1]], [0, 0])
+    both.release(1)
+    assert first.rows == second.rows == [rows[0], rows[2]]
+    both.commit(1, rows[2], ())  # which had nothing of the second's
+    assert (first.told[-1], second.told[-1]) == ((3, ()), (3, ()))
+    both.commit(1, rows[2], (0,))
+    assert (first.told[-1], second.told[-1]) == ((3, (0,)), (3, ()))
+    both.propose([rows[0], rows[2]], [0, 0])
     assert len(second.asked) == 1, "nothing is left for the second, so it is not asked"
 
 
