@@ -43,6 +43,7 @@ MEDUSA = "tests/test_medusa.py::"
 HEADS = MEDUSA + "test_proposals_are_those_of_the_heads_definition"
 KNOWING = MEDUSA + "test_heads_that_know_the_target_are_accepted_to_the_last_token"
 SKIPPING = "tests/test_layerskip.py::"
+EAGLES = tuple(f"tests/test_eagle.py::test_{shape}_are_those_of_the_torch_module" for shape in ("chains", "trees"))
 TERMS = ("repetition", "presence", "frequency", "bad words", "least length", "grammar")
 
 
@@ -208,6 +209,27 @@ MUTANTS = (
            "history), 1, len(history))[0]", "history), 1, len(row.tokens))[0]", (COUPLED,)),
     Mutant("draft's noise of the round", "the draft agrees by chance only", "drafters/model.py",
            "position=len(histories[0])", "position=len(row.tokens)", (PROPOSALS, OWN_DRAFT)),
+    # EAGLE: pairs of features and tokens
+    Mutant("eagle: features of the token before", "what a pair is fed with", "drafters/eagle.py",
+           "np.split(self._features[index], [max(len(row.tokens) - 2, 0)])",
+           "np.split(np.roll(self._features[index], 1, 0), [max(len(row.tokens) - 2, 0)])", EAGLES),
+    Mutant("eagle: pairs off by one", "the token of a pair", "drafters/eagle.py",
+           "self._model.prefill(index, row.tokens[1:-1], features)",
+           "self._model.prefill(index, row.tokens[:-2], features)", EAGLES),
+    Mutant("eagle: own state not used", "deeper pairs", "drafters/eagle.py",
+           "= self._states[index][parent]", "= 0", EAGLES),
+    Mutant("eagle: state of the root everywhere", "deeper pairs", "drafters/eagle.py",
+           "= self._states[index][parent]", "= self._states[index][ROOT]", EAGLES),
+    Mutant("eagle: own states where the target's belong", "what a pair is fed with", "drafters/eagle.py",
+           "features[place, -self._own_size :] =", "features[place, : self._own_size] =",
+           tuple(f"{one}[eagle3]" for one in EAGLES)),
+    Mutant("eagle: ids ignored", "the vocabulary of the draft", "drafters/model.py",
+           "self._ids = drafted[: self._count]", "self._ids = slice(self._count)",
+           tuple(f"{one}[eagle3]" for one in EAGLES)),
+    Mutant("eagle: no rollback", "pairs of what was drafted stay", "drafters/eagle.py",
+           "        self._model.lens[index] -= self._drafted[index]\n", "", EAGLES),
+    Mutant("eagle: features of what was kept are lost", "what a pair is fed with", "drafters/eagle.py",
+           "if self._fits(row) else taken[:0]", "* 0 if self._fits(row) else taken[:0]", EAGLES),
     # Caches and rounds
     Mutant("accepted path not compacted", "the cache holds rejected branches", "kv.py",
            "if kept < len(nodes):", "if False:", (GREEDY_TREES, GENERATIONS + "[block-tree]")),

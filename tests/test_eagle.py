@@ -31,7 +31,7 @@ from support.bundles import blocks_checkpoint
 from support.eagles import DRAFTED, FORMATS, TAPS, eagle_bundle, random_eagle, shared_eagle, target_model
 
 PROMPTS = [[40, 41, 42, 43, 40, 41], [7], [100, 5, 9], list(range(20, 50))]
-STATIC = [[0], [1], [0, 0], [1, 0]]
+STATIC = [[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]]
 
 
 # The module
@@ -302,8 +302,11 @@ def test_trees_are_those_of_the_torch_module(form: str, monkeypatch: pytest.Monk
     for text, tree in found:
         if len(tree) < len(STATIC):  # near the end
             continue
-        first = draft.best(text, [], 2)
-        expected = [[token] for token in first] + [[token, *draft.best(text, [token], 1)] for token in first]
+        level = [[token] for token in draft.best(text, [], 2)]
+        expected = list(level)
+        for _ in range(2):
+            level = [[*path, *draft.best(text, path, 1)] for path in level]
+            expected += level
         assert sorted(tree.text(node) for node in range(len(tree))) == sorted(expected)
         checked += 1
     assert checked > 5
