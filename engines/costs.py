@@ -3,6 +3,7 @@
 Only the `Engine` protocol: which engine it is, and what is done with the figures, is not known here.
 """
 
+from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
 
@@ -33,11 +34,15 @@ def pass_costs(engine: Engine) -> list[PassCost]:
     rows = max(BATCHES)
     spec, kv = engine.spec, engine.allocate(rows, CAPACITY)
     past = min(PAST, spec.max_length - max(WIDTHS))
-    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, (rows, past))
-    engine.step(pack([RowInput(row, 0) for row in tokens], np.zeros(rows, np.int64), 1, spec.max_length), kv)
+    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, (rows, past)).tolist()
+
+    def fed(row: Sequence[int], logits: int) -> RowInput:  # what features hold does not matter to time
+        return RowInput(row, logits, features=np.zeros((len(row), spec.features)) if spec.features else None)
+
+    engine.step(pack([fed(row, 0) for row in tokens], np.zeros(rows, np.int64), 1, spec.max_length), kv)
     chunks = {
         (batch, width): pack(
-            [RowInput(row[:width], width) for row in tokens[:batch]], np.full(batch, past), 1, spec.max_length
+            [fed(row[:width], width) for row in tokens[:batch]], np.full(batch, past), 1, spec.max_length
         )
         for batch in BATCHES
         for width in WIDTHS

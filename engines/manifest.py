@@ -201,10 +201,10 @@ class Manifest(_Record, frozen=True):
         return [*self.drafters, *([BLOCKWISE] if MEDUSA in self.drafters else [])]
 
     def models(self) -> Iterator[tuple[str, Model]]:
-        """Yield what each model is called in reports, and the model: `target`, `draft`, `layerskip:8`."""
+        """Yield what each model is called in reports, and the model: `target`, `draft`, `layerskip:8`, `eagle`."""
         yield "target", self.target
         for method, drafter in self.drafters.items():
-            if isinstance(drafter, ModelDrafter | LayerSkipDrafter):
+            if not isinstance(drafter, NgramDrafter | MedusaDrafter):  # heads are no model
                 yield "draft" if method == "model" else method, drafter.model
 
 

@@ -20,7 +20,8 @@ from specdec.export.families import check_supported, text_config
 from specdec.export.taps import FINAL
 
 EMBEDDING, HEAD, IDS, MEMBERS = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
-_AUX = ("eagle_config", "eagle_aux_hidden_state_layer_ids")
+# Taps. At the top (vLLM) a number says after how many layers; in the section (SGLang, NVIDIA) it is a layer's index.
+_SECTION, _TAPS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 _OTHER_MATHEMATICS = ("norm_before_residual", "target_hidden_size", "speculators_model_type")  # of other toolkits
 
 
@@ -60,7 +61,7 @@ def write_eagle(
              "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "attention_bias",
              "mlp_bias", "rope_parameters", "tie_word_embeddings")  # fmt: skip
     taps = [tap if tap == FINAL else int(tap) for tap in config.taps]
-    of_format = {"draft_vocab_size": config.draft_vocab_size, _AUX[0]: {_AUX[1]: taps}}
+    of_format = {"draft_vocab_size": config.draft_vocab_size, _TAPS: taps}
     raw: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3" if config.format == "eagle3" else "LlamaForCausalLMEagle"],
         "model_type": "llama",
@@ -114,11 +115,13 @@ def _parse(path: Path, raw: Mapping[str, Any], state: Mapping[str, torch.Tensor]
         raise UnsupportedModelError(f"{path} is a {kind}: a drafter is one llama layer")
     check_supported(llama)
     if any(name.startswith("midlayer.") for name in state):
-        section = raw.get(_AUX[0]) or {}
-        taps = tuple(str(tap) for tap in section.get(_AUX[1]) or default_taps(layers))
-        for tap in taps:
-            if tap != FINAL and not (tap.isdecimal() and int(tap) > 0):
-                raise SourceError(f"{path}/config.json: {_AUX[1]} holds {tap!r}, not a number of layers or {FINAL!r}")
+        nested = (raw.get(_SECTION) or {}).get(_TAPS)
+        found = raw.get(_TAPS) or nested or default_taps(layers)
+        behind = 1 if found is nested else 0  # there a layer is named by its index, so that 0 is behind one layer
+        for tap in found:
+            if tap != FINAL and not (str(tap).isdecimal() and int(tap) + behind > 0):
+                raise SourceError(f"{path}/config.json: {_TAPS} holds {tap!r}, not a number of layers or {FINAL!r}")
+        taps = tuple(tap if tap == FINAL else str(int(tap) + behind) for tap in found)
         known = raw.get("draft_vocab_size") or llama.vocab_size
         return EagleConfig(llama=llama, taps=taps, draft_vocab_size=int(known), bias="fc.bias" in state)
     return EagleConfig(

@@ -15,9 +15,10 @@ from specdec.export.pipeline import export_bundle
 from specdec.runtime import LLM, SpeculativeConfig
 from specdec.runtime.kv import CachedModel
 from specdec.runtime.text import TextCodec
-from specdec.train import data
-from specdec.train.data import Data, make_data
+from specdec.train import data, writing
+from specdec.train.data import Data
 from specdec.train.prompts import Turn, answering, asking, usable
+from specdec.train.writing import make_data
 from support.bundles import shared_bundle, shared_checkpoint
 
 PROMPTS = [f"{word} {number}" for number in range(6) for word in ("the quick brown fox", "add", "one, two,", "a draft")]
@@ -32,8 +33,8 @@ def tapped_bundle() -> Path:
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "SHARD", 4)
-    monkeypatch.setattr(data, "ROWS", 3)
+    monkeypatch.setattr(writing, "SHARD", 4)
+    monkeypatch.setattr(writing, "ROWS", 3)
 
 
 def make(folder: Path, tokens: int, prompts: list[str] | None = PROMPTS, seed: int = 0) -> Data:
@@ -119,10 +120,10 @@ def test_prompts_that_run_out_are_said_and_what_was_written_is_kept(tmp_path: Pa
 
 def test_a_target_writes_its_own_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it said is what it answers, here whatever it said; a model that says nothing of use is an error."""
-    monkeypatch.setattr(data, "usable", lambda said, reason: False)
+    monkeypatch.setattr(writing, "usable", lambda said, reason: False)
     with pytest.raises(RequestError, match="none that ends"):
         make(tmp_path / "none", 50, None)
-    monkeypatch.setattr(data, "usable", lambda said, reason: True)
+    monkeypatch.setattr(writing, "usable", lambda said, reason: True)
     made = make(tmp_path / "own", 300, None)
     text = TextCodec(tapped_bundle(), read_manifest(tapped_bundle()).tokenizer)
     turn = Turn.of(text)

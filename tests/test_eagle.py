@@ -22,10 +22,12 @@ from specdec.export.eagle_files import EMBEDDING, HEAD, IDS, draft_ids, read_eag
 from specdec.export.eagle_model import EagleModel, default_taps, eagle_config
 from specdec.export.options import ExportOptions
 from specdec.export.pipeline import export_bundle
+from specdec.export.report import make_report
 from specdec.runtime import LLM, SamplingParams, SpeculativeConfig
 from specdec.runtime.drafters.eagle import EagleDrafter
 from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
+from specdec.tools.verify import main as verify
 from support import models
 from support.bundles import blocks_checkpoint
 from support.eagles import DRAFTED, FORMATS, TAPS, eagle_bundle, random_eagle, shared_eagle, target_model
@@ -92,10 +94,23 @@ def test_a_public_config_without_taps_reads_the_default_ones(tmp_path: Path) -> 
     write_eagle(tmp_path, config, state)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
-    assert raw.pop("eagle_config") == {"eagle_aux_hidden_state_layer_ids": [2, 3]}
+    assert raw.pop("eagle_aux_hidden_state_layer_ids") == [2, 3]
     path.write_text(json.dumps(raw))
     with pytest.raises(UnsupportedModelError, match=r"fc\.weight is \[48, 144\], its config says \[48, 96\]"):
         read_eagle(tmp_path, target)
+
+
+def test_taps_in_a_section_are_indices_of_layers(tmp_path: Path) -> None:
+    """SGLang reads index i as what layer i leaves, behind i + 1 layers; vLLM's key at the top says the latter."""
+    target = target_config()
+    write_eagle(tmp_path, *random_eagle(target, "eagle3", 50))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    top = raw.pop("eagle_aux_hidden_state_layer_ids")
+    indices = [tap if tap == "final" else tap - 1 for tap in top]
+    assert indices != top
+    raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": indices}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_eagle(tmp_path, target)[0].taps == tuple(map(str, top))
 
 
 def broken(state: dict[str, torch.Tensor], **changes: Any) -> dict[str, torch.Tensor]:
@@ -111,13 +126,8 @@ def broken(state: dict[str, torch.Tensor], **changes: Any) -> dict[str, torch.Te
         ({"num_hidden_layers": 2}, {}, UnsupportedModelError, "a drafter is one llama layer"),
         ({"model_type": "mistral"}, {}, UnsupportedModelError, "a drafter is one llama layer"),
         ({"norm_before_residual": True}, {}, UnsupportedModelError, "norm_before_residual True"),
-        (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 7]}},
-            {},
-            PairError,
-            "what 7 layers leave, the target has 6",
-        ),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}, {}, SourceError, "holds '0'"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 7]}, {}, PairError, "what 7 layers leave, the target has 6"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, {}, SourceError, "holds 0, not a number of layers"),
         ({}, {"norm.weight": None}, UnsupportedModelError, r"it has no norm\.weight"),
         ({}, {"fc.scale": torch.ones(1)}, UnsupportedModelError, r"it has fc\.scale as well"),
         ({}, {"norm.weight": torch.full((48,), torch.nan)}, SourceError, "not finite"),
@@ -329,3 +339,31 @@ def test_a_chain_stops_where_the_draft_is_not_sure(monkeypatch: pytest.MonkeyPat
     found.clear()
     greedy(eagle_bundle(), PROMPTS, method="eagle", num_speculative_tokens=4, confidence_threshold=0.0)
     assert max(len(tree) for _, tree in found) == 4
+
+
+# specdec-verify
+
+
+def test_specdec_verify_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = eagle_bundle()
+    capsys.readouterr()
+    size = ["--quick", "--samples", "40", "--limit", "1", "--acceptance", "token", "--batch-size", "2"]
+    assert verify([str(bundle), *size, "--method", "eagle"]) == 0
+    assert "drafters: eagle" in capsys.readouterr().out
+
+
+def test_a_manifest_has_to_list_the_drafters_own_files(tmp_path: Path) -> None:
+    manifest = read_manifest(eagle_bundle())
+    graph = next(iter(manifest.drafters["eagle"].model.variants.values())).graph  # type: ignore[union-attr]
+    for name in (graph, f"{graph}.data"):
+        files = {other: one for other, one in manifest.files.items() if other != name}
+        (tmp_path / "specdec.json").write_bytes(encode(msgspec.structs.replace(manifest, files=files)))
+        with pytest.raises(BundleError, match=f"needs {name} and does not list it"):
+            read_manifest(tmp_path)
+
+
+def test_passes_of_a_drafter_that_takes_features_are_timed() -> None:
+    bundle = eagle_bundle()
+    report = make_report(bundle, read_manifest(bundle))
+    assert [engine.role for engine in report] == ["target", "eagle"]
+    assert all(cost.best_ms > 0 for engine in report for cost in engine.pass_costs)

@@ -192,7 +192,7 @@ def test_long_contexts_are_capped_and_said_so(
         (
             ["--drafter", "hydra:x"],
             "drafter hydra:x is not available in this version: "
-            "choose from ngram, model:PATH, layerskip:N, medusa:DIR, none",
+            "choose from ngram, model:PATH, layerskip:N, medusa:DIR, eagle:DIR, none",
         ),
         (["--drafter", "ngram", "--drafter", "none"], "drafter none stands alone"),
         (["--drafter", "ngram", "--drafter", "ngram"], "a bundle holds one drafter of each kind"),

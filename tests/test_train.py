@@ -109,8 +109,8 @@ def options(method: str, output: Path, **changes: Any) -> TrainOptions:
     return TrainOptions(method=method, output=output, **settings)  # type: ignore[arg-type]
 
 
-def vocabulary(rows: Iterable[TextRow], size: int, known: int = 20) -> list[int]:
-    found = draft_vocabulary(rows, known, size)
+def vocabulary(rows: Iterable[TextRow], size: int, known: int = 20, always: Iterable[int] = ()) -> list[int]:
+    found = draft_vocabulary(rows, known, size, always)
     assert found is not None
     return list(found)
 
@@ -166,7 +166,9 @@ def test_a_run_beats_the_untrained_drafter_and_says_what_it_is_worth(method: str
     assert str(checkpoint()) not in json.dumps(stored)
     assert not (tmp_path / "out" / CHECKPOINT).exists()
     config = open_checkpoint(str(checkpoint())).config
-    wanted = vocabulary(Data(shared_data()).rows("train"), 100, 320)
+    ends = read_tokenizer(open_checkpoint(str(checkpoint()))).record.eos_token_ids
+    assert ends
+    wanted = vocabulary(Data(shared_data()).rows("train"), 100, 320, ends)
     if method == "eagle":
         read, state = read_eagle(tmp_path / "out", config)
         assert (read.taps, read.draft_vocab_size) == (("1",), 100)
@@ -324,6 +326,7 @@ def test_a_draft_vocabulary_has_the_most_frequent_tokens() -> None:
     rows = [TextRow(np.array(tokens), np.zeros((3, 1), np.float16), 1) for tokens in ([7, 7, 3], [9, 3, 5], [5, 2, 7])]
     assert vocabulary(rows, 3) == [3, 5, 7]
     assert vocabulary(rows, 4) == [2, 3, 5, 7]
+    assert vocabulary(rows, 3, always=(12, 25)) == [3, 7, 12], "an end token is there though no row holds it"
     assert draft_vocabulary(rows, 20, 20) is None
 
 

@@ -24,6 +24,7 @@ from specdec.train.options import TrainProgress
 from specdec.train.saved import load_state, save_state
 
 WARMUP = 0.05  # share of the budget in which the learning rate rises
+LEAST = 0.001  # share of the budget that the first step counts as: it learns too
 EVALUATIONS = 20  # estimates during a run
 PATIENCE = 6  # estimates in which neither τ nor the loss gets better, after which a run ends
 ESTIMATE_TOKENS = 16384  # of held-out texts for an estimate on the way; the last one takes all
@@ -93,7 +94,7 @@ class Schedule:
 
     def rate(self, done: float) -> float:
         """The learning rate when `done` (0 to 1) of the budget is spent: a linear rise, then a cosine to zero."""
-        return self.learning_rate * min(done / WARMUP, 1.0) * 0.5 * (1 + math.cos(math.pi * done))
+        return self.learning_rate * min(max(done, LEAST) / WARMUP, 1.0) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 class Loop:
@@ -136,6 +137,7 @@ class Loop:
     def run(self) -> list[Estimate]:
         """Train until the budget is spent or nothing improves; leave the best weights in the model."""
         state, steps, saved = self.state, self._epoch(), time.monotonic()
+        self._learner.model.train()
         with _repeatable(self._device):
             if not state.history:
                 self._estimate(steps)

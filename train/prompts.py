@@ -26,12 +26,15 @@ class Turn:
 
     @classmethod
     def of(cls, text: TextCodec) -> "Turn":
-        """The turn of the bundle's chat template. Raises `RequestError` when there is none that can be split."""
+        """The turn of the bundle's chat template; nothing around it where there is none.
+
+        Raises `RequestError` when the template cannot be split.
+        """
         if not text.has_chat_template:
-            raise RequestError("the model has no chat template, so it cannot write prompts: give some with --prompts")
+            return cls((), ())
         parts = text.render_chat([{"role": "user", "content": _MARK}]).split(_MARK)
         if len(parts) != 2:
-            raise RequestError("the chat template changes what the user says: give prompts with --prompts")
+            raise RequestError("the chat template changes what the user says, or repeats it: it cannot be trained with")
         before, after = (tuple(text.encode(part, special=False)) for part in parts)
         return cls(before, after)
 

@@ -26,14 +26,16 @@ from specdec.export.sources import Checkpoint, open_checkpoint
 from specdec.export.taps import FINAL, check_taps
 from specdec.export.tokenizer import read_tokenizer
 from specdec.train.batches import Batch, learnable
-from specdec.train.data import RECORD, Data, TextRow, make_data
+from specdec.train.data import RECORD, Data, TextRow, prompts_digest
 from specdec.train.distill import DistillLearner, choose_layers, pruned
 from specdec.train.eagle import EagleLearner
 from specdec.train.loop import Estimate, Learner, Loop, Schedule
 from specdec.train.medusa import MedusaLearner
 from specdec.train.options import DEFAULT_TOKENS, Method, TrainOptions, TrainProgress
 from specdec.train.target import Target, draft_vocabulary
+from specdec.train.writing import make_data
 
+COMPLETE = "complete"  # a file of a data folder that holds what was asked for
 TRAINING, CHECKPOINT = "training.json", "checkpoint.safetensors"
 _CHECKED, _LEAST = 8, 0.2  # held-out texts that are looked at, and the share of tokens that must be the target's
 DATA_SHARE = 0.5  # of the minutes, at most, goes into data
@@ -91,6 +93,9 @@ def train(options: TrainOptions, progress: TrainProgress | None = None) -> Train
     checkpoint = open_checkpoint(options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
     check_supported(checkpoint.config)
     taps = _taps(options, checkpoint)
+    _check_device(options.device)
+    if options.method == "distill":  # what is wrong is said before the work
+        choose_layers(options.layers, options.keep, text_config(checkpoint.config).num_hidden_layers)
     begun = time.monotonic()
     data = _data(options, taps, progress)
     spent = (time.monotonic() - begun) / 60
@@ -175,12 +180,15 @@ def _taps(options: TrainOptions, checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _data(options: TrainOptions, taps: Sequence[str], progress: TrainProgress) -> Data:
     """The texts: those that are there, and what the target has yet to write."""
-    folder = options.data_folder
-    there = (folder / RECORD).exists()
-    if there and options.tokens is None:
-        return Data(folder)
+    folder, bundle = options.data_folder, options.data_folder / "target"
+    prompts = None if options.prompts is None else read_prompts(options.prompts)
+    written = (folder / RECORD).exists() and ((folder / COMPLETE).exists() or not bundle.exists())
+    if written and options.tokens is None:
+        data = Data(folder)
+        if prompts is not None and prompts_digest(prompts) != data.record.prompts:
+            raise RequestError(f"{folder} was written from other prompts: choose another folder with --data")
+        return data
     progress.stage("data")
-    bundle = folder / "target"
     if not bundle.exists():
         states = tuple(sorted(set(taps), key=lambda tap: (tap == FINAL, len(tap), tap)))
         export_bundle(
@@ -193,15 +201,26 @@ def _data(options: TrainOptions, taps: Sequence[str], progress: TrainProgress) -
                 trust_remote_code=options.trust_remote_code,
             )
         )
-    return make_data(
+    data = make_data(
         bundle,
         folder,
         tokens=options.tokens or DEFAULT_TOKENS,
         minutes=None if options.tokens else options.minutes * DATA_SHARE,
-        prompts=None if options.prompts is None else read_prompts(options.prompts),
+        prompts=prompts,
         seed=options.seed,
+        at_most=options.tokens is None,
         progress=lambda done, total: progress.advance(done, total),
     )
+    (folder / COMPLETE).touch()
+    return data
+
+
+def _check_device(name: str) -> None:
+    """Raise `RequestError` for a device that torch does not have here."""
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as exc:
+        raise RequestError(f"--device {name} is not to be had: {str(exc).splitlines()[0]}") from exc
 
 
 def _check_data(data: Data, checkpoint: Checkpoint, taps: Sequence[str]) -> None:
@@ -245,7 +264,8 @@ def _learner(
         chosen = choose_layers(options.layers, options.keep, target.config.num_hidden_layers)
         tokenizer = read_tokenizer(checkpoint)
         return DistillLearner(pruned(model, chosen), target, tokenizer, train_embeddings=options.train_embeddings)
-    ids = draft_vocabulary(rows, vocab_size, options.draft_vocab)
+    ends = read_tokenizer(checkpoint).record.eos_token_ids
+    ids = draft_vocabulary(rows, vocab_size, options.draft_vocab, ends)
     if options.method == "medusa":
         return MedusaLearner(target, options.heads, ids)
     config = eagle_config(checkpoint.config, draft_vocab_size=None if ids is None else len(ids), taps=tuple(taps[:-1]))

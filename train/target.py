@@ -53,11 +53,17 @@ def soft_cross_entropy(logits: torch.Tensor, taught: torch.Tensor) -> torch.Tens
     return torch.logsumexp(logits, -1) - (taught * logits).sum(-1)
 
 
-def draft_vocabulary(rows: Iterable[TextRow], vocab_size: int, size: int) -> IntArray | None:
-    """The `size` most frequent token ids of `rows`, ascending; the lower id first among equals. None: all there are."""
+def draft_vocabulary(
+    rows: Iterable[TextRow], vocab_size: int, size: int, always: Iterable[int] = ()
+) -> IntArray | None:
+    """The `size` most frequent token ids of `rows`, ascending; the lower id first among equals. None: all there are.
+
+    `always`: ids that are among them however rare, as those that end a text, which no row holds.
+    """
     if size >= vocab_size:
         return None
     counts = np.zeros(vocab_size, np.int64)
     for row in rows:
         counts += np.bincount(row.tokens, minlength=vocab_size)
+    counts[[token for token in always if token < vocab_size]] = np.iinfo(np.int64).max
     return np.sort(np.argsort(-counts, kind="stable")[:size])
