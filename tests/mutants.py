@@ -219,7 +219,7 @@ MUTANTS = (
     Mutant("eagle: own state not used", "deeper pairs", "drafters/eagle.py",
            "= self._states[index][parent]", "= 0", EAGLES),
     Mutant("eagle: state of the root everywhere", "deeper pairs", "drafters/eagle.py",
-           "= self._states[index][parent]", "= self._states[index][ROOT]", EAGLES),
+           "= self._states[index][parent]", "= self._states[index][ROOT]", EAGLES[:1]),
     Mutant("eagle: own states where the target's belong", "what a pair is fed with", "drafters/eagle.py",
            "features[place, -self._own_size :] =", "features[place, : self._own_size] =",
            tuple(f"{one}[eagle3]" for one in EAGLES)),
@@ -227,7 +227,7 @@ MUTANTS = (
            "self._ids = drafted[: self._count]", "self._ids = slice(self._count)",
            tuple(f"{one}[eagle3]" for one in EAGLES)),
     Mutant("eagle: no rollback", "pairs of what was drafted stay", "drafters/eagle.py",
-           "        self._model.lens[index] -= self._drafted[index]\n", "", EAGLES),
+           "        self._model.lens[index] -= self._drafted[index]\n", "", EAGLES[:1]),
     Mutant("eagle: features of what was kept are lost", "what a pair is fed with", "drafters/eagle.py",
            "if self._fits(row) else taken[:0]", "* 0 if self._fits(row) else taken[:0]", EAGLES),
     # Caches and rounds
