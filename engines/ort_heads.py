@@ -4,7 +4,6 @@ from pathlib import Path
 
 from specdec.engines.contract import FEATURES, LOGITS, FloatArray, HeadsSpec
 from specdec.engines.errors import ContractError, EngineError
-from specdec.engines.ort import open_session
 from specdec.engines.ort_ends import ORT_TYPES
 
 
@@ -12,6 +11,8 @@ class OrtHeads:
     """The graph of `spec` in one ONNX Runtime session; see `Heads`."""
 
     def __init__(self, graph: Path, spec: HeadsSpec, *, provider: str = "cpu", threads: int | None = None) -> None:
+        from specdec.engines.ort import open_session  # loads ONNX Runtime
+
         self.spec = spec
         session = open_session(graph, provider, threads)
         ends = [(value.name, value.type, value.shape[1:]) for value in (*session.get_inputs(), *session.get_outputs())]

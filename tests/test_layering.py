@@ -29,7 +29,7 @@ OFFLINE = {
 # Never while a module is being imported: only the engine that was asked for may be loaded.
 VENDORS = {"onnxruntime", "tensorrt", "tensorrt_rtx", "tensorrt_llm", "cuda", "pycuda"}
 # The exceptions: each is one vendor's boundary, and may itself only be imported inside a function.
-BOUNDARIES = {"specdec.engines.ort": "onnxruntime", "specdec.engines.ort_heads": "onnxruntime"}
+BOUNDARIES = {"specdec.engines.ort": "onnxruntime"}
 # Never while a module of these layers is being imported; `export` exists to use them.
 LIGHT_LAYERS = {"engines", "runtime", "tools"}
 
@@ -78,7 +78,7 @@ def violations(layer: str, source: str, name: str = "module.py") -> list[str]:
             found.append(f"{name}:{line}: {layer} imports {imported}")
         elif top in OFFLINE and layer in LEAN_LAYERS:
             found.append(f"{name}:{line}: {layer} imports {imported}, which the lean runtime does not have")
-        elif at_import and BOUNDARIES.get(imported, own_vendor) != own_vendor:
+        elif at_import and imported in BOUNDARIES:
             found.append(f"{name}:{line}: {imported} loads a vendor's library; import it inside a function")
         elif at_import and (top in VENDORS - {own_vendor} or (top in OFFLINE and layer in LIGHT_LAYERS)):
             found.append(f"{name}:{line}: {imported} is loaded when the module is imported")
