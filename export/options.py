@@ -67,6 +67,11 @@ class ExportOptions:
                 raise RequestError(f"tap {tap} must be final or a number of layers, as in 7, and stand once")
         if self.taps and (ORT[0] not in self.backends or self.precision == "bf16"):
             raise RequestError("hidden states (--tap) are handed out on backend ort alone, which has no bf16: add it")
+        if self.draft_precision and not any(name.startswith((_MODEL, _EAGLE)) for name in self.drafters):
+            raise RequestError(
+                "--draft-precision is of a draft model or an EAGLE drafter (--drafter model:PATH, eagle:DIR): "
+                "other drafters have the target's"
+            )
         if skip_depths(self.drafters) and ORT[0] not in self.backends:
             raise RequestError("drafter layerskip shares the target's cache, which backend ort alone can: add it")
         reads = next((name for name in self.drafters if name.startswith((_MEDUSA, _EAGLE))), None)

@@ -199,6 +199,12 @@ def _resolve(options: ExportOptions, progress: Progress) -> tuple[_Job, _Job | N
     if (folder := eagle_source(options.drafters)) is not None:
         progress.stage("eagle: checkpoint")
         eagle = EagleJob.open(folder.expanduser(), target.checkpoint.config, target.recipe, options.draft_precision)
+        own = eagle.config.llama.max_position_embeddings
+        if own < target.spec.max_length:
+            progress.note(
+                f"the drafter's context is {own} tokens, the target's {target.spec.max_length}: "
+                "beyond it, decoding goes on without the drafter"
+            )
         more = (tap for tap in eagle.config.taps if tap not in target.taps)
         target = replace(target, eagle=eagle, taps=(*target.taps, *more))
     source = draft_source(options.drafters)

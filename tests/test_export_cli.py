@@ -177,6 +177,11 @@ def test_long_contexts_are_capped_and_said_so(
             "ort does not take precision bf16: it takes fp32, fp16, int8, int4, int8-w8a8, fp8",
         ),
         (
+            ["--draft-precision", "fp16"],
+            "--draft-precision is of a draft model or an EAGLE drafter (--drafter model:PATH, eagle:DIR): "
+            "other drafters have the target's",
+        ),
+        (
             ["--backend", "openvino"],
             "backend openvino is not available in this version: choose from ort, tensorrt, tensorrt-rtx",
         ),
