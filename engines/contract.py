@@ -20,7 +20,7 @@ Tensors (B rows, S chunk tokens, N positions with logits, C cache capacity, V lo
 =============================  ==============  ===============================================================
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -108,6 +108,11 @@ class HeadsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     hidden_size: _Positive
     logits_size: _Positive
     dtype: Dtype = "float32"
+
+
+def tap_columns(taps: Sequence[str], size: int, wanted: Sequence[str]) -> IntArray:
+    """Where the hidden states at the taps `wanted` lie, in their order, among those at `taps`, of `size` each."""
+    return np.concatenate([np.arange(size) + taps.index(tap) * size for tap in wanted])
 
 
 def past_names(num_layers: int) -> Iterator[str]:

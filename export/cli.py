@@ -7,19 +7,18 @@ mistakes answer at once. This module knows nothing of checkpoints and graphs.
 import argparse
 import importlib
 import json
-import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from specdec.engines.command import CommandParser, run_command
-from specdec.engines.errors import ExportError
+from specdec.engines.command import CommandParser
+from specdec.export.offline import hush, run_offline
 from specdec.export.options import DEFAULT_BACKENDS, DEFAULT_DRAFTERS, DRAFTERS, ExportOptions, Progress
 from specdec.export.recipes import BACKENDS, PRECISIONS
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from specdec.engines.manifest import Manifest
 
 PROG = "specdec-export"
-EXTRA_MODULES = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "gguf", "accelerate", "rich")
 NOT_OPTIONS = ("json", "quiet", "debug", "report")  # of the command, not of the export
 EXAMPLES = """examples:
   specdec-export ./SmolLM2-135M-Instruct -o smollm2.bundle
@@ -114,16 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = build_parser().parse_args(argv)
-
-    def export() -> int:
-        try:
-            return _export(arguments)
-        except ModuleNotFoundError as exc:
-            if (exc.name or "").partition(".")[0] not in EXTRA_MODULES:
-                raise
-            raise ExportError(f'{exc.name} is not installed: pip install "specdec[export]"') from exc
-
-    return run_command(PROG, export, debug=arguments.debug)
+    return run_offline(PROG, partial(_export, arguments), debug=arguments.debug)
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -137,7 +126,7 @@ def _export(arguments: argparse.Namespace) -> int:
     settings["taps"] = tuple(settings.pop("tap") or ())
     options = ExportOptions(**settings)
     if not arguments.debug:
-        _hush()
+        hush()
     pipeline = importlib.import_module("specdec.export.pipeline")
     progress = Progress() if arguments.quiet else _Bars() if sys.stderr.isatty() else _Notes()
     with progress:
@@ -158,18 +147,6 @@ def _export(arguments: argparse.Namespace) -> int:
         if report is not None:
             print(reporting.report_text(report))
     return 0
-
-
-def _hush() -> None:
-    """Silence warnings, advice and progress bars of the libraries; their errors still come as exceptions."""
-    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
-        os.environ.setdefault(name, "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.simplefilter("ignore")
-    hub_logging = importlib.import_module("transformers.utils.logging")
-    hub_logging.set_verbosity(50)
-    hub_logging.disable_progress_bar()
 
 
 class _Notes(Progress):

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PretrainedConfig
 
 from specdec.engines.errors import PairError, SourceError, UnsupportedModelError
 from specdec.export.eagle_model import EagleConfig, EagleModel, default_taps
 from specdec.export.families import check_supported, text_config
+from specdec.export.files import replace_file
 from specdec.export.taps import FINAL
 
 EMBEDDING, HEAD, IDS, MEMBERS = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
@@ -71,14 +72,8 @@ def write_eagle(
     }
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    _replace(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
-    _replace(folder / "config.json", json.dumps(raw, indent=2).encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    replace_file(folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
+    replace_file(folder / "config.json", lambda path: path.write_text(json.dumps(raw, indent=2), "utf-8"))
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -10,8 +10,6 @@ i + d2t[i]. This module knows numbers and files; it knows no graph.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from torch import nn
 
 from specdec.engines.errors import SourceError
 from specdec.export.families import text_config
+from specdec.export.files import replace_file
 from specdec.export.sources import PICKLES, read_json
 
 CONFIG = "config.json"
@@ -127,11 +126,8 @@ def write_medusa(folder: Path, config: MedusaConfig, state: Mapping[str, torch.T
         record["draft_vocab_size"] = config.draft_vocab_size
     if config.accuracies:
         record["accuracies"] = config.accuracies
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
-        save_file(tensors, Path(partial) / WEIGHTS[0])
-        (Path(partial) / CONFIG).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
-        for name in (WEIGHTS[0], CONFIG):
-            os.replace(Path(partial) / name, folder / name)
+    replace_file(folder / WEIGHTS[0], lambda path: save_file(tensors, path))
+    replace_file(folder / CONFIG, lambda path: path.write_text(json.dumps(record, indent=2) + "\n", "utf-8"))
 
 
 def read_medusa(folder: Path, target_config: Any) -> MedusaModel:

@@ -198,7 +198,7 @@ def _resolve(options: ExportOptions, progress: Progress) -> tuple[_Job, _Job | N
     check_taps(target.taps, target.spec.num_layers)
     if (folder := eagle_source(options.drafters)) is not None:
         progress.stage("eagle: checkpoint")
-        eagle = EagleJob.open(folder.expanduser(), target.checkpoint.config, target.recipe, options.draft_precision)
+        eagle = EagleJob.open(folder, target.checkpoint.config, target.recipe, options.draft_precision)
         own = eagle.config.llama.max_position_embeddings
         if own < target.spec.max_length:
             progress.note(

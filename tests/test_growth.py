@@ -21,7 +21,7 @@ from specdec.runtime.drafters.ngram import NgramDrafter
 from specdec.runtime.request import Row
 from specdec.runtime.sampling import softmax
 from specdec.runtime.tree import ROOT, TokenTree
-from support.enumeration import Context, ExactPipeline, Joint, ScriptedDice, outcomes, path_text, rng_at
+from support.enumeration import Context, ExactPipeline, Joint, ScriptedDice, outcomes, path_text, plain_texts, rng_at
 from support.fake_engine import FakeEngine, fake_spec
 from support.rows import WatchedModel, greedy, make_row, make_scheduler, run
 
@@ -309,22 +309,6 @@ def small_row(**params: object) -> Row:
     return row
 
 
-def expected_texts(**params: object) -> Joint:
-    """Plain decoding: token after token until the end token or the length."""
-    joint: Joint = defaultdict(Fraction)
-    row = small_row(**params)
-    pending: list[tuple[Context, Fraction]] = [((), Fraction(1))]
-    while pending:
-        answer, chance = pending.pop()
-        if len(answer) == row.params.max_new_tokens or (answer[-1:] == (2,) and not row.params.ignore_eos):
-            joint[answer] += chance
-            continue
-        history = [*PROMPT, *answer]
-        p = row.pipeline.probabilities(_logits_after(0, tuple(history)), history)
-        pending += [((*answer, token), chance * weight) for token, weight in enumerate(p) if weight]
-    return dict(joint)
-
-
 @pytest.mark.parametrize("draft", GENERATIONS)
 @pytest.mark.parametrize(
     "params",
@@ -351,7 +335,7 @@ def test_generations_are_distributed_as_plain_decoding(draft: str, params: dict)
     joint: Joint = defaultdict(Fraction)
     for answer, chance in outcomes(generate):
         joint[answer] += chance
-    assert joint == expected_texts(**params)
+    assert joint == plain_texts(small_row(**params), partial(_logits_after, 0))
     assert draft == "plain" or len(rounds) > 1
 
 

@@ -32,7 +32,7 @@ from specdec.tools.tables import Table, TableEngine
 from specdec.tools.tables_bundle import bundle_view
 from specdec.tools.tables_heads import HeadTable, TableHeads
 from specdec.tools.verify import main as verify
-from support.enumeration import Context, ExactPipeline, Joint, ScriptedDice, outcomes, path_text, rng_at
+from support.enumeration import Context, ExactPipeline, Joint, ScriptedDice, outcomes, path_text, plain_texts, rng_at
 from support.fake_engine import FakeEngine, fake_spec
 from support.heads import ANSWER, PROMPTS, final_states, medusa_bundle, medusa_checkpoint, torch_target
 from support.rows import greedy, make_row, make_scheduler, run
@@ -264,22 +264,6 @@ def small_row(**params: object) -> Row:
     return row
 
 
-def expected_texts(**params: object) -> Joint:
-    """Plain decoding: token after token until the end token or the length."""
-    joint: Joint = defaultdict(Fraction)
-    row = small_row(**params)
-    pending: list[tuple[Context, Fraction]] = [((), Fraction(1))]
-    while pending:
-        answer, chance = pending.pop()
-        if len(answer) == row.params.max_new_tokens or (answer[-1:] == (2,) and not row.params.ignore_eos):
-            joint[answer] += chance
-            continue
-        history = [*PROMPT, *answer]
-        p = row.pipeline.probabilities(small_logits(tuple(history)), history)
-        pending += [((*answer, token), chance * weight) for token, weight in enumerate(p) if weight]
-    return dict(joint)
-
-
 @pytest.mark.parametrize("draft", GENERATIONS)
 @pytest.mark.parametrize(
     "params",
@@ -305,7 +289,7 @@ def test_generations_are_distributed_as_plain_decoding(draft: str, params: dict)
     joint: Joint = defaultdict(Fraction)
     for answer, chance in outcomes(generate):
         joint[answer] += chance
-    assert joint == expected_texts(**params)
+    assert joint == plain_texts(small_row(**params), small_logits)
     assert len(rounds) > 1
 
 

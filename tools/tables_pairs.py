@@ -11,7 +11,7 @@ import numpy as np
 
 from specdec.engines.base import Engine
 from specdec.engines.chunk import RowInput
-from specdec.engines.contract import Chunk, FloatArray, IntArray
+from specdec.engines.contract import Chunk, FloatArray, IntArray, tap_columns
 from specdec.engines.errors import EngineError
 from specdec.tools.tables import NOTHING, Book, Change, Table, TableEngine, TableKV, Text
 
@@ -29,8 +29,7 @@ class PairTable(Table):
         super().__init__(engine, ids)
         self.target, self.taps, self._drafted = target, len(taps), drafted
         real = target.engine.spec
-        places = np.arange(real.tapped_size).reshape(len(real.taps), -1)
-        self._columns = places[[real.taps.index(tap) for tap in taps]].ravel()
+        self._columns = tap_columns(real.taps, real.hidden_size, taps)
 
     def _slots(self, common: int) -> int:
         return max(common - 1, 0)

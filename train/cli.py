@@ -7,26 +7,24 @@ parsing, so `--help` and mistakes answer at once. This module knows nothing of m
 import argparse
 import importlib
 import json
-import os
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from specdec.engines.command import CommandParser, positive, run_command
-from specdec.engines.errors import ExportError
+from specdec.engines.command import CommandParser, positive
+from specdec.export.offline import hush, run_offline
 from specdec.train.options import DEFAULT_TOKENS, METHODS, TrainOptions, TrainProgress
 
 if TYPE_CHECKING:
     from specdec.train.run import Training
 
 PROG = "specdec-train"
-EXTRA_MODULES = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "gguf", "safetensors", "rich")
 NOT_OPTIONS = ("json", "quiet", "debug")
 LINE_SECONDS = 20.0  # between lines of a log
 ABOUT = {
@@ -110,16 +108,7 @@ def _method_options(parser: argparse.ArgumentParser, method: str, default: Mappi
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = build_parser().parse_args(argv)
-
-    def work() -> int:
-        try:
-            return _train(arguments)
-        except ModuleNotFoundError as exc:
-            if (exc.name or "").partition(".")[0] not in EXTRA_MODULES:
-                raise
-            raise ExportError(f'{exc.name} is not installed: pip install "specdec[export]"') from exc
-
-    return run_command(PROG, work, debug=arguments.debug)
+    return run_offline(PROG, partial(_train, arguments), debug=arguments.debug)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -130,7 +119,7 @@ def _train(arguments: argparse.Namespace) -> int:
         settings["taps"] = tuple(settings["taps"])
     options = TrainOptions(**settings)
     if not arguments.debug:
-        _hush()
+        hush()
     progress = TrainProgress() if arguments.quiet else _Bars() if sys.stderr.isatty() else _Lines()
     with progress:
         training: Training = importlib.import_module("specdec.train.run").train(options, progress)
@@ -144,15 +133,6 @@ def _train(arguments: argparse.Namespace) -> int:
             f"held-out texts: τ {training.tau:.2f}, acceptance by position {by_position}"
         )
     return 0
-
-
-def _hush() -> None:
-    """Silence warnings, advice and progress bars of the libraries; their errors still come as exceptions."""
-    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
-        os.environ.setdefault(name, "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.simplefilter("ignore")
 
 
 def _shown(figures: Mapping[str, float]) -> str:

@@ -9,8 +9,7 @@ A shard, `00000.safetensors` ...: `tokens` int32 [n] and `features` float16 [n, 
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +21,7 @@ from safetensors.numpy import save_file
 
 from specdec.engines.contract import FloatArray, IntArray
 from specdec.engines.errors import RequestError
+from specdec.export.files import replace_file
 
 HELD_OUT = 20  # one prompt of so many is never trained on
 RECORD = "data.json"
@@ -108,7 +108,7 @@ def claim(folder: Path, record: DataRecord) -> None:
     if not (folder / RECORD).exists():
         if shards(folder):
             raise RequestError(f"{folder} holds shards and no {RECORD}: choose another folder")
-        _replace(folder / RECORD, lambda path: path.write_bytes(msgspec.json.encode(record)))
+        replace_file(folder / RECORD, lambda path: path.write_bytes(msgspec.json.encode(record)))
     elif (there := read_record(folder)) != record:
         names = [name for name in record.__struct_fields__ if getattr(there, name) != getattr(record, name)]
         raise RequestError(f"{folder} holds data of another {' and '.join(names)}: choose another folder")
@@ -123,14 +123,7 @@ def save_shard(path: Path, rows: Sequence[TextRow]) -> None:
         "starts": starts.astype(np.int32),
         "answers": np.array([row.answer for row in rows], np.int32),
     }
-    _replace(path, lambda part: save_file(tensors, part))
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside `path`, then rename: it is whole or not there."""
-    part = path.with_suffix(".part")
-    write(part)
-    os.replace(part, path)
+    replace_file(path, lambda part: save_file(tensors, part))
 
 
 def shards(folder: Path) -> list[Path]:

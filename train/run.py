@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from specdec.engines.contract import tap_columns
 from specdec.engines.errors import RequestError
 from specdec.export.calibrate import read_prompts
 from specdec.export.eagle_model import default_taps, eagle_config
@@ -107,9 +108,7 @@ def train(options: TrainOptions, progress: TrainProgress | None = None) -> Train
     _check_states(target, held_out, data)
     learner = _learner(options, checkpoint, target, model, rows, data.vocab_size, taps)
     del model  # its layers are not needed any more
-    columns = torch.cat(
-        [torch.arange(data.record.hidden_size) + data.taps.index(t) * data.record.hidden_size for t in taps]
-    )
+    columns = torch.from_numpy(tap_columns(data.taps, data.record.hidden_size, taps))
     options.output.mkdir(parents=True, exist_ok=True)
     schedule = Schedule(
         steps=options.steps,

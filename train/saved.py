@@ -3,7 +3,6 @@
 Tensors by name; what is not a tensor is a JSON record in the file's header. This module knows files; it knows no model.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from specdec.engines.errors import RequestError
+from specdec.export.files import replace_file
 
 _RECORD = "record"
 R = TypeVar("R", bound=msgspec.Struct)
@@ -21,12 +21,9 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 def save_state(path: Path, record: msgspec.Struct, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write `record` and `tensors` to `path`; a reader finds the old file or the new one."""
-    partial = path.with_name(f"{path.name}.partial")
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {_RECORD: msgspec.json.encode(record).decode()}
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
-    with partial.open("rb") as stream:
-        os.fsync(stream.fileno())
-    os.replace(partial, path)
+    replace_file(path, lambda partial: save_file(stored, partial, metadata))
 
 
 def load_state(path: Path, kind: type[R]) -> tuple[R, dict[str, torch.Tensor]]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from specdec.engines.chunk import RowInput
-from specdec.engines.contract import FloatArray, IntArray
+from specdec.engines.contract import FloatArray, IntArray, tap_columns
 from specdec.runtime.drafters.growth import GrowingTree, Shape
 from specdec.runtime.drafters.model import ModelDrafter
 from specdec.runtime.kv import CachedModel
@@ -43,8 +43,7 @@ class EagleDrafter(ModelDrafter):
             model, shape, spec.vocab_size, spec.vocab_size if ids is None else ids, deterministic=deterministic
         )
         self._target = target
-        places = np.arange(spec.tapped_size).reshape(len(spec.taps), -1)  # [taps, H]
-        self._columns = places[[spec.taps.index(tap) for tap in taps]].ravel()  # of the target's states
+        self._columns = tap_columns(spec.taps, spec.hidden_size, taps)  # of the target's states
         self._own_size = own.tapped_size
         self._features: list[FloatArray] = []  # by row, [n, F]: of the pairs that are not in the cache
         self._states: list[dict[int, FloatArray]] = []  # by row: what the draft left at a node, [H]

@@ -17,6 +17,7 @@ from specdec.runtime.accept import Accepted, Target
 from specdec.runtime.chance import Dice, draw_without_replacement
 from specdec.runtime.drafters.growth import GrowingTree, Shape
 from specdec.runtime.drafters.model import most_probable_ids
+from specdec.runtime.request import Row
 from specdec.runtime.sampling import LogitsPipeline
 from specdec.runtime.tree import ROOT, TokenTree
 
@@ -183,6 +184,22 @@ def continued(blocks: Joint, target: Model, length: int) -> Joint:
 def plain(target: Model, length: int) -> Joint:
     """Joint distribution of `length` tokens without speculation."""
     return continued({(): Fraction(1)}, target, length)
+
+
+def plain_texts(row: Row, logits: Callable[[Context], np.ndarray]) -> Joint:
+    """Plain decoding of a request: token after token until an end token or the length. logits(text): of its model."""
+    joint: Joint = defaultdict(Fraction)
+    pending: list[tuple[Context, Fraction]] = [((), Fraction(1))]
+    while pending:
+        answer, chance = pending.pop()
+        ended = not row.params.ignore_eos and not row.eos_token_ids.isdisjoint(answer[-1:])
+        if ended or len(answer) == row.params.max_new_tokens:
+            joint[answer] += chance
+            continue
+        history = [*row.prompt, *answer]
+        p = row.pipeline.probabilities(logits(tuple(history)), history)
+        pending += [((*answer, token), chance * weight) for token, weight in enumerate(p) if weight]
+    return dict(joint)
 
 
 def mean_accepted(propose: Propose, rule: Rule, target: Model) -> Fraction:
