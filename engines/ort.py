@@ -39,6 +39,10 @@ PROVIDERS = {
     "tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
 }
 
+# Each session has threads of its own, which spin after work. While those of a draft do (for milliseconds, left to
+# themselves), the target's find no core: a pass took twice as long beside a draft. Between operators this is enough.
+SPIN_US = 200
+
 
 class OrtMemory:
     """Cache buffers [rows, H_kv, capacity, D], two per layer, as OrtValues on the engine's device.
@@ -255,6 +259,7 @@ def open_session(graph: Path, provider: str, threads: int | None) -> ort.Inferen
     options.log_severity_level = 3  # errors only; they come as exceptions as well
     # Fused Q/DQ loses accuracy on AVX2 without a word, and float8 pairs around float32 products do not load at all.
     options.add_session_config_entry("session.disable_quant_qdq", "1")
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
     if threads is not None:
         options.intra_op_num_threads = threads
     try:

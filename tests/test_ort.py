@@ -11,7 +11,7 @@ import pytest
 from specdec.engines.contract import Chunk, ModelSpec
 from specdec.engines.errors import ContractError, EngineError, EngineUnavailableError, RequestError
 from specdec.engines.manifest import read_manifest
-from specdec.engines.ort import PROVIDERS, OrtEngine
+from specdec.engines.ort import PROVIDERS, OrtEngine, open_session
 from specdec.engines.registry import EngineConfig, backends, open_engine
 from support.bundles import shared_bundle, tiny_bundle
 from support.qdq import quantized
@@ -185,6 +185,11 @@ def test_a_provider_that_was_not_taken_is_an_error(
 def test_unknown_names_list_the_known_ones(graph: tuple[Path, ModelSpec], config: EngineConfig, message: str) -> None:
     with pytest.raises(EngineUnavailableError, match=message):
         open_engine(*graph, config)
+
+
+def test_threads_stop_spinning_before_another_session_needs_the_cores(graph: tuple[Path, ModelSpec]) -> None:
+    options = open_session(graph[0], "cpu", 2).get_session_options()
+    assert int(options.get_session_config_entry("session.intra_op.spin_duration_us")) <= 500
 
 
 def test_threads_are_counted_from_one() -> None:
