@@ -27,7 +27,7 @@ from specdec.export.medusa_model import read_medusa
 from specdec.export.sources import open_checkpoint
 from specdec.export.tokenizer import read_tokenizer
 from specdec.train import cli
-from specdec.train.batches import Batch, collate, epoch_steps, learnable, positions
+from specdec.train.batches import Batch, collate, epoch_steps, learnable, positions, spread
 from specdec.train.data import Data, DataRecord, TextRow
 from specdec.train.distill import DistillLearner, choose_layers, pruned
 from specdec.train.eagle import DEPTH, EagleLearner
@@ -125,7 +125,7 @@ def learners() -> dict[str, Learner]:
     config = eagle_config(hf_model().config, draft_vocab_size=60, taps=("1",))
     made: dict[str, Learner] = {
         "medusa": MedusaLearner(target(), 2, ids),
-        "eagle": EagleLearner(config, target(), ids, 2),
+        "eagle": EagleLearner(config, target(), ids, 2, torch.linspace(0.5, 2.0, 48)),
         "distill": DistillLearner(
             pruned(hf_model(), [0]), target(), read_tokenizer(open_checkpoint(str(checkpoint()))),
             train_embeddings=False,
@@ -269,6 +269,37 @@ def test_chains_in_training_are_those_that_are_drafted_one_by_one() -> None:
                 own[:, size] = states[:, -1]
 
 
+def test_the_scale_of_a_channel_changes_nothing_that_eagle_learns() -> None:
+    """What is large beside other channels is divided, so it drowns none of them."""
+    config = eagle_config(hf_model().config, taps=("1",))
+    batch = batch_of(list(Data(shared_data()).rows("train"))[:3], "eagle")
+    lost: dict[float, list[float]] = {}
+    for scale in (1.0, 4096.0):
+        factors = torch.ones(batch.features.shape[-1])
+        factors[5] = scale
+        scaled = replace(batch, features=batch.features * factors)
+        torch.manual_seed(0)
+        learner = EagleLearner(config, target(), None, 1, factors[: config.tapped_size])
+        optimizer = torch.optim.AdamW((p for p in learner.model.parameters() if p.requires_grad), lr=1e-2)
+        lost[scale] = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = learner.loss(scaled)
+            loss.backward()
+            optimizer.step()
+            lost[scale].append(float(loss.detach()))
+    assert lost[1.0][-1] < 0.99 * lost[1.0][0], "it does learn"
+    assert lost[4096.0] == pytest.approx(lost[1.0], rel=1e-4)
+
+
+def test_the_spread_is_the_root_mean_square_of_a_channel() -> None:
+    rows = [TextRow(np.arange(n), np.full((n, 3), value, np.float16), 1) for n, value in ((3, 2.0), (1, -4.0))]
+    for row in rows:
+        row.features[:, 1] = 0
+    found = spread(rows, torch.tensor([2, 0, 1]))
+    assert found.tolist() == pytest.approx([7**0.5, 7**0.5, 1e-3])
+
+
 def certain_target(size: int = 48) -> Target:
     """A target whose state says the next token for certain: its head is the identity, times 30."""
     config = LlamaConfig(vocab_size=size, hidden_size=size, intermediate_size=8, num_hidden_layers=1,
@@ -299,7 +330,7 @@ def test_a_medusa_head_is_about_the_token_behind_the_pending_one(off: int, monke
 @pytest.mark.parametrize("off", [0, 1, -1])
 def test_an_eagle_pair_is_about_the_token_behind_its_later_one(off: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = eagle_config(certain_target().config, taps=("1",))
-    learner = EagleLearner(config, certain_target(), None, 2)
+    learner = EagleLearner(config, certain_target(), None, 2, torch.ones(48))
     batch = collate([counting_row()], torch.arange(48).repeat(2), CPU)
     monkeypatch.setattr(
         learner.model, "states", lambda tokens, *_, **__: torch.nn.functional.one_hot((tokens + 1 + off) % 48, 48)

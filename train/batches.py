@@ -13,6 +13,8 @@ import torch
 from specdec.train.data import TextRow
 
 LONGEST = 2048  # tokens of a row that are learned from: attention of a longer one takes too much memory
+SPREAD_TOKENS = 65536
+_LEAST_SPREAD = 1e-3  # of a feature that is nothing but zeros
 _WINDOW = 16  # steps whose rows are sorted by length together
 
 Step = list[list[int]]  # rows of each micro-batch
@@ -60,6 +62,17 @@ def collate(rows: Sequence[TextRow], columns: torch.Tensor, device: torch.device
     return Batch(
         tokens.to(device), features.to(device), torch.tensor(lengths, device=device), torch.tensor(answers).to(device)
     )
+
+
+def spread(rows: Sequence[TextRow], columns: torch.Tensor) -> torch.Tensor:
+    """Root mean square of each of the features `columns` over the first `SPREAD_TOKENS` tokens of `rows` [F]."""
+    total, tokens = torch.zeros(len(columns), dtype=torch.float64), 0
+    for row in rows:
+        total += torch.from_numpy(np.array(row.features))[:, columns].double().square().sum(0)
+        tokens += len(row.tokens)
+        if tokens >= SPREAD_TOKENS:
+            break
+    return (total / tokens).sqrt().clamp(min=_LEAST_SPREAD).float()
 
 
 def learnable(row: TextRow) -> bool:

@@ -100,7 +100,7 @@ def _method_options(parser: argparse.ArgumentParser, method: str, default: Mappi
         )
         return
     parser.add_argument("--taps", metavar="TAP", nargs="+", help="hidden states of the target that it reads, final or "
-                        "after how many layers (default: low, middle and high)")  # fmt: skip
+                        "after how many layers (default: middle, high and final)")  # fmt: skip
     parser.add_argument("--self-fed", metavar="N", type=int, default=default["self_fed"],
                         help="pairs of a chain fed with its own states in training (default: %(default)s)")  # fmt: skip
 

@@ -25,7 +25,8 @@ from specdec.train.saved import load_state, save_state
 
 WARMUP = 0.05  # share of the budget in which the learning rate rises
 LEAST = 0.001  # share of the budget that the first step counts as: it learns too
-EVALUATIONS = 20  # estimates during a run
+EVALUATIONS = 20  # estimates during a run, at most
+ESTIMATE_SHARE = 0.1  # of the tokens that are trained on, at most so many are estimated on: one costs about the other
 PATIENCE = 6  # estimates in which neither τ nor the loss gets better, after which a run ends
 ESTIMATE_TOKENS = 16384  # of held-out texts for an estimate on the way; the last one takes all
 CLIP = 1.0  # most that the gradient's norm may be
@@ -64,7 +65,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Where a run is. `fingerprint`: what it is a run of.
 
     `cursor`: steps of the epoch that are done; `spent`: seconds, of a budget of `minutes`; `mark`: estimates that were
-    due; `lost`: loss summed over the `lost_steps` since the last; `unimproved`: evaluations since the best.
+    due; `lost`: loss summed over the `lost_steps` since the last, of `lost_tokens`; `unimproved`: evaluations since the
+    best.
     """
 
     fingerprint: str
@@ -76,6 +78,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     mark: int = 0
     lost: float = 0.0
     lost_steps: int = 0
+    lost_tokens: int = 0
     unimproved: int = 0
     ended: bool = False
     history: list[Estimate] = []
@@ -118,6 +121,7 @@ class Loop:
         if not rows or not held_out:
             raise RequestError("the data has no text to train on, or none that is held out: write more with --tokens")
         self._learner, self._rows, self._held_out = learner, rows, held_out
+        self._estimated = _first(held_out, ESTIMATE_TOKENS)
         self._columns, self._schedule, self._progress = columns, schedule, progress
         self._checkpoint = checkpoint
         self._parameters = {
@@ -148,7 +152,7 @@ class Loop:
                 self._step(steps[state.cursor])
                 state.step, state.cursor = state.step + 1, state.cursor + 1
                 done = self._done()
-                if int(done * EVALUATIONS) > state.mark:
+                if done >= 1 or (int(done * EVALUATIONS) > state.mark and self._can_afford_an_estimate()):
                     state.mark = int(done * EVALUATIONS)
                     self._estimate(steps)
                     state.ended = done >= 1 or state.unimproved >= PATIENCE
@@ -200,6 +204,7 @@ class Loop:
         self._optimizer.zero_grad()
         self.state.lost += lost
         self.state.lost_steps += 1
+        self.state.lost_tokens += sum(len(self._rows[index].tokens) for group in groups for index in group)
         self._progress.advance(self._done(), 1.0, {"loss": lost})
 
     def _done(self) -> float:
@@ -208,10 +213,14 @@ class Loop:
             return min(self.state.step / self._schedule.steps, 1.0)
         return min((self.state.spent + time.monotonic() - self._begun) / 60 / self.state.minutes, 1.0)
 
+    def _can_afford_an_estimate(self) -> bool:
+        """Whether enough was learned since the last one; without this, short runs do little else."""
+        return sum(len(row.tokens) for row in self._estimated) <= ESTIMATE_SHARE * self.state.lost_tokens
+
     def _estimate(self, steps: Sequence[Step]) -> None:
         """Measure on a fixed part of the held-out texts; keep the weights if none were better."""
         state = self.state
-        figures, loss = self.measure(_first(self._held_out, ESTIMATE_TOKENS))
+        figures, loss = self.measure(self._estimated)
         estimate = Estimate(
             step=state.step,
             epoch=state.epoch + state.cursor / len(steps),
@@ -228,7 +237,7 @@ class Loop:
         else:
             state.unimproved = 0 if loss < least else state.unimproved + 1
         state.history.append(estimate)
-        state.lost, state.lost_steps = 0.0, 0
+        state.lost, state.lost_steps, state.lost_tokens = 0.0, 0, 0
         self._progress.advance(self._done(), 1.0, {"held-out loss": loss, "τ": figures.tau})
 
     def _save(self) -> None:
@@ -280,9 +289,11 @@ def _first(rows: Sequence[TextRow], tokens: int) -> list[TextRow]:
 @contextmanager
 def _repeatable(device: torch.device) -> Iterator[None]:
     """While open, the CPU's operators give the same bits every time."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(device.type == "cpu" or before)
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(device.type == "cpu" or before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]

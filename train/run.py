@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from specdec.engines.contract import tap_columns
 from specdec.engines.errors import RequestError
@@ -26,7 +27,7 @@ from specdec.export.pipeline import export_bundle
 from specdec.export.sources import Checkpoint, open_checkpoint
 from specdec.export.taps import FINAL, check_taps
 from specdec.export.tokenizer import read_tokenizer
-from specdec.train.batches import Batch, learnable
+from specdec.train.batches import Batch, learnable, spread
 from specdec.train.data import RECORD, Data, TextRow, prompts_digest
 from specdec.train.distill import DistillLearner, choose_layers, pruned
 from specdec.train.eagle import EagleLearner
@@ -106,9 +107,9 @@ def train(options: TrainOptions, progress: TrainProgress | None = None) -> Train
     torch.manual_seed(options.seed)
     target, model = _target(options, checkpoint)
     _check_states(target, held_out, data)
-    learner = _learner(options, checkpoint, target, model, rows, data.vocab_size, taps)
-    del model  # its layers are not needed any more
     columns = torch.from_numpy(tap_columns(data.taps, data.record.hidden_size, taps))
+    learner = _learner(options, checkpoint, target, model, rows, data.vocab_size, taps, columns)
+    del model  # its layers are not needed any more
     options.output.mkdir(parents=True, exist_ok=True)
     schedule = Schedule(
         steps=options.steps,
@@ -123,10 +124,7 @@ def train(options: TrainOptions, progress: TrainProgress | None = None) -> Train
     loop = Loop(learner, rows, held_out, columns, schedule, stored, _fingerprint(options, checkpoint, data), progress)
     history = loop.run()
     progress.stage("held-out texts")
-    own = [parameter for parameter in learner.model.parameters() if parameter.requires_grad]
-    with torch.no_grad():  # as they are written
-        for parameter in own:
-            parameter.copy_(parameter.half().float())
+    own = _as_written(learner.model)
     figures, loss = loop.measure(held_out)
     learner.write(options.output, loop.batches(held_out))
     training = Training(
@@ -156,6 +154,18 @@ def train(options: TrainOptions, progress: TrainProgress | None = None) -> Train
     return training
 
 
+def _as_written(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Give `model` the weights that are written: float16's, without parametrizations. Returns those trained."""
+    for module in list(model.modules()):
+        if is_parametrized(module, "weight"):
+            remove_parametrizations(module, "weight")
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for parameter in own:
+            parameter.copy_(parameter.half().float())
+    return own
+
+
 def _check_output(output: Path, *, force: bool) -> None:
     """Raise `RequestError` unless `output` is free, or a run that can be gone on with; with `force`, begin anew."""
     if force:
@@ -172,7 +182,7 @@ def _check_output(output: Path, *, force: bool) -> None:
 def _taps(options: TrainOptions, checkpoint: Checkpoint) -> tuple[str, ...]:
     """Hidden states that the drafter learns from, in the order of its features; the head's own last."""
     depth = text_config(checkpoint.config).num_hidden_layers
-    wanted = (options.taps or default_taps(depth)) if options.method == "eagle" else ()
+    wanted = (options.taps or (*default_taps(depth)[1:], FINAL)) if options.method == "eagle" else ()
     check_taps(wanted, depth)
     return (*wanted, FINAL)
 
@@ -257,6 +267,7 @@ def _learner(
     rows: Sequence[TextRow],
     vocab_size: int,
     taps: Sequence[str],
+    columns: torch.Tensor,
 ) -> _Written:
     """The drafter as it begins."""
     if options.method == "distill":
@@ -268,7 +279,7 @@ def _learner(
     if options.method == "medusa":
         return MedusaLearner(target, options.heads, ids)
     config = eagle_config(checkpoint.config, draft_vocab_size=None if ids is None else len(ids), taps=tuple(taps[:-1]))
-    return EagleLearner(config, target, ids, options.self_fed)
+    return EagleLearner(config, target, ids, options.self_fed, spread(rows, columns[: config.tapped_size]))
 
 
 def _of_the_run(options: TrainOptions) -> dict[str, Any]:
