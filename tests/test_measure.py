@@ -167,6 +167,18 @@ def test_a_method_says_its_rule_its_tree_and_its_size() -> None:
         "token",
     )
     assert read("model/dynamic", 5) == (SpeculativeConfig(method="model", num_speculative_tokens=5, tree="dynamic"), "")
-    for wrong in ("model/chain/x", "model/chain/2/3", "model/bush/2"):
+    assert read("ngram+eagle/chain/3/0.5", None) == (
+        SpeculativeConfig(method="ngram+eagle", num_speculative_tokens=3, confidence_threshold=0.5),
+        "",
+    )
+    wrong_names = (
+        "model/chain/x",
+        "model/chain/2/3",
+        "model/bush/2",
+        "model/chain/2/0.5/1",
+        "model@",
+        "model/chain/2.",
+    )
+    for wrong in wrong_names:
         with pytest.raises(RequestError):
             read(wrong, None)

@@ -6,6 +6,7 @@ counts. Times are of decoding alone, the prompt's pass left out. What the runs a
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -28,12 +29,16 @@ from specdec.tools.figures import FAST, PEERS, PLAIN, Run, align, baseline, summ
 from specdec.tools.peers import Peer, add_peer_options, open_peers
 from specdec.tools.questions import Question, read_questions, select
 
+METHOD = "DRAFTER[@RULE][/TREE[/TOKENS[/THRESHOLD]]]"
+_NAME = re.compile(
+    r"(?P<drafter>[^@/]+)(@(?P<rule>[^/]+))?(/(?P<tree>[a-z]+)(/(?P<tokens>\d+)(/(?P<threshold>\d+(\.\d+)?))?)?)?"
+)
 PROG = "python -m specdec.tools.measure"
 EXAMPLES = """examples:
   python -m specdec.tools.measure bundle --prompts question.jsonl --per-category 3 --json measured.json
   python -m specdec.tools.measure bundle --prompts question.jsonl --categories rag,qa --methods plain-fast,plain,ngram
   python -m specdec.tools.measure bundle --prompts question.jsonl --temperature 1 --methods model@token,model@block
-  python -m specdec.tools.measure bundle --prompts question.jsonl --methods plain,eagle/chain/2,eagle/dynamic/8
+  python -m specdec.tools.measure bundle --prompts question.jsonl --methods plain,eagle/chain/3/0.5,eagle/dynamic/8
   python -m specdec.tools.measure bundle --pass-costs
   python -m specdec.tools.measure bundle --prompts question.jsonl --llama-cpp model.gguf --llama-cpp-python PYTHON
 """
@@ -80,18 +85,23 @@ def cost_table(costs: Sequence[PassCost]) -> str:
 def _config(name: str, tokens: int | None) -> tuple[SpeculativeConfig, str]:
     """How a method called `name` speculates, and the rule of acceptance it asks for ("": the default).
 
-    A name is plain, plain-fast or DRAFTER[@RULE][/TREE[/TOKENS]]. `tokens`: where it says no number. Raises
+    A name is plain, plain-fast or DRAFTER[@RULE][/TREE[/TOKENS[/THRESHOLD]]]. `tokens`: where it says no number. Raises
     `RequestError` when it is no such name.
     """
     if name in (FAST, PLAIN):
         return SpeculativeConfig(method=None), ""
-    drafter, *shape = name.split("/")
-    drafter, _, rule = drafter.partition("@")
-    if len(shape) > 2 or (len(shape) == 2 and not shape[1].isdecimal()):
-        raise RequestError(f"method {name} is not DRAFTER[@RULE][/TREE[/TOKENS]], as in eagle/dynamic/8")
-    count = int(shape[1]) if len(shape) == 2 else tokens
-    tree: Any = shape[0] if shape else "chain"
-    return SpeculativeConfig(method=drafter, num_speculative_tokens=count, tree=tree), rule
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise RequestError(f"method {name} is not {METHOD}, as in eagle/dynamic/8 or eagle/chain/3/0.5")
+    count, threshold = found["tokens"], found["threshold"]
+    tree: Any = found["tree"] or "chain"
+    config = SpeculativeConfig(
+        method=found["drafter"],
+        num_speculative_tokens=int(count) if count else tokens,
+        tree=tree,
+        confidence_threshold=float(threshold) if threshold else None,
+    )
+    return config, found["rule"] or ""
 
 
 def _own_method(name: str, llm: LLM, params: SamplingParams) -> Generate:
@@ -178,7 +188,7 @@ def _parser() -> CommandParser:
     add("--per-category", metavar="N", type=positive, help="only the first N prompts of each")
     add("--limit", metavar="N", type=positive, help="only the first N prompts in all")
     add("--methods", metavar="A,B", type=_list, help=f"{FAST} (one-token passes), {PLAIN} (exact), drafters of the "
-        "bundle (default: all), each as DRAFTER[@RULE][/TREE[/TOKENS]]: eagle@token/dynamic/8")  # fmt: skip
+        f"bundle (default: all), each as {METHOD}: eagle@token/dynamic/8")  # fmt: skip
     add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default)")
     add("--seed", metavar="N", type=int, default=0, help="of sampling (default %(default)s)")
     add("--num-speculative-tokens", metavar="K", type=positive, help="most draft tokens a round")
