@@ -20,8 +20,9 @@ class SpeculativeConfig:
     `prompt_lookup_max`: tokens that an n-gram match has at least, and at most before it is extended.
     `confidence_threshold`: least chance, 0 to 1, that a draft's second and later tokens have of being kept with all
     before them, lower drafts wider: of an n-gram, as measured; of other drafters, by their own distribution, as the
-    confidence below which nothing grows. None: for n-grams by what a position costs at the target's precision on a CPU;
-    other chains do not stop, and dynamic trees have a low one.
+    confidence below which nothing grows. None: for n-grams, and for EAGLE's chains unless `num_speculative_tokens` is
+    given, by what a position costs at the target's precision on a CPU; other chains do not stop, and dynamic trees have
+    a low one.
 
     `tree`: `chain`, `dynamic` (grown where the draft is confident), `measured` (the best one of so many nodes for the
     accuracies that were measured of Medusa heads), or paths of child ranks as Medusa's `medusa_choices`:
@@ -90,13 +91,17 @@ class SpeculativeConfig:
         """Whether proposals may be other than chains."""
         return self.tree == "measured" or not self.shape(1).linear
 
-    def shape(self, tokens: int, accuracies: Sequence[Sequence[float]] = ()) -> Shape:
+    def shape(self, tokens: int, accuracies: Sequence[Sequence[float]] = (), threshold: float | None = None) -> Shape:
         """The shape of a grown tree; `tokens`: most nodes, where the configuration does not say.
 
-        `accuracies`: of the draft by depth and rank, for the tree `measured`.
+        `accuracies`: of the draft by depth and rank, for the tree `measured`. `threshold`: of chains where the
+        configuration says neither how long they are nor when they end.
         """
         count = self.num_speculative_tokens or tokens
-        floor = {} if self.confidence_threshold is None else {"floor": float(self.confidence_threshold)}
+        sure = self.confidence_threshold
+        if sure is None and self.num_speculative_tokens is None and self.tree == "chain":
+            sure = threshold
+        floor = {} if sure is None else {"floor": float(sure)}
         if self.tree == "measured":
             return StaticShape(choose_tree(accuracies, count), **floor)
         if self.tree == "chain":

@@ -23,7 +23,7 @@ from specdec.export.eagle_model import EagleModel, default_taps, eagle_config
 from specdec.export.options import ExportOptions
 from specdec.export.pipeline import export_bundle
 from specdec.export.report import make_report
-from specdec.runtime import LLM, SamplingParams, SpeculativeConfig
+from specdec.runtime import LLM, SamplingParams, SpeculativeConfig, drafters
 from specdec.runtime.drafters.eagle import EagleDrafter
 from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
@@ -327,6 +327,7 @@ def test_the_text_and_its_bits_are_plain_decodings(form: str, precision: str) ->
     bundle = eagle_bundle(form, precision)
     plain = greedy(bundle, PROMPTS, 24, method=None)
     assert greedy(bundle, PROMPTS, 24, method="eagle") == plain
+    assert greedy(bundle, PROMPTS, 24, method="eagle", num_speculative_tokens=4) == plain
     assert greedy(bundle, PROMPTS[:1], 24, method="eagle", num_speculative_tokens=6) == plain[:1]
     if precision == "fp32":  # trees are lossless in law, not in bits
         assert greedy(bundle, PROMPTS, 24, method="eagle", tree="dynamic") == plain
@@ -339,6 +340,21 @@ def test_a_chain_stops_where_the_draft_is_not_sure(monkeypatch: pytest.MonkeyPat
     found.clear()
     greedy(eagle_bundle(), PROMPTS, method="eagle", num_speculative_tokens=4, confidence_threshold=0.0)
     assert max(len(tree) for _, tree in found) == 4
+
+
+def test_a_chain_of_no_given_length_stops_by_what_a_position_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This random draft is never sure: only without a threshold, here with int8, are its chains of the usual length."""
+    monkeypatch.setattr(drafters, "EAGLE_THRESHOLDS", {"int8": 0.0})
+    found = watched(monkeypatch)
+    greedy(eagle_bundle(), PROMPTS, method="eagle")
+    assert {len(tree) for text, tree in found if len(text) > 1} <= {0, 1}
+    for options in ({"num_speculative_tokens": 4}, {"confidence_threshold": 0.0}):
+        found.clear()
+        greedy(eagle_bundle(), PROMPTS, method="eagle", **options)
+        assert max(len(tree) for _, tree in found) == 4
+    found.clear()
+    greedy(eagle_bundle("eagle3", "int8"), PROMPTS, method="eagle")
+    assert max(len(tree) for _, tree in found) == drafters.MODEL_TOKENS
 
 
 # specdec-verify

@@ -178,7 +178,10 @@ class Ground:
             return TableHeads(self._head_table(None if full else self.ids), self._book, self._change(MEDUSA))
 
         config = SpeculativeConfig(
-            method=method, tree=tree, draft_sample_method="greedy" if drafts == "ranked" else "probabilistic"
+            method=method,
+            tree=tree,
+            confidence_threshold=0.0 if (method, tree) == ("eagle", "chain") else None,  # chains of full length
+            draft_sample_method="greedy" if drafts == "ranked" else "probabilistic",
         )
         return LLM(folder, speculative=config, verify=False, opener=opener, heads_opener=heads_opener, watch=watch)
 

@@ -60,10 +60,10 @@ class Opening:
     open: Callable[[ModelSpec, Variant], tuple[Engine, int]]
     open_heads: Callable[[MedusaDrafter], Heads]
 
-    def shape(self, accuracies: Sequence[Sequence[float]] = ()) -> Shape:
-        """The shape of grown trees; `accuracies`: of the draft, as measured (`SpeculativeConfig.shape`)."""
+    def shape(self, accuracies: Sequence[Sequence[float]] = (), threshold: float | None = None) -> Shape:
+        """The shape of grown trees; `accuracies`, `threshold`: as measured of the draft (`SpeculativeConfig.shape`)."""
         default = drafters.TREE_TOKENS if self.config.branches else drafters.MODEL_TOKENS
-        return self.config.shape(min(default, self.most), accuracies)
+        return self.config.shape(min(default, self.most), accuracies, threshold)
 
     @property
     def ranked(self) -> bool:
@@ -145,10 +145,11 @@ def _first_layers(record: LayerSkipDrafter, opening: Opening) -> Maker:
 def _eagle(record: EagleDrafter, opening: Opening) -> Maker:
     engine, width = opening.open(record.model.spec, pick_variant(record.model, opening.variant))
     ids = _ids(record.ids, record.model.spec.logits_size, opening)
+    threshold = drafters.EAGLE_THRESHOLDS.get(opening.precision, drafters.EAGLE_THRESHOLD)
 
     def make(target: CachedModel) -> Drafter:
         model = CachedModel(engine, max_rows=target.max_rows, min_width=width)
-        return Eagle(model, target, opening.shape(), record.taps, ids, deterministic=opening.ranked)
+        return Eagle(model, target, opening.shape(threshold=threshold), record.taps, ids, deterministic=opening.ranked)
 
     return make
 
