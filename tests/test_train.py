@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -418,12 +419,27 @@ class Worsening:
 def test_a_run_that_gets_no_better_ends_early_with_its_best_weights(tmp_path: Path) -> None:
     learner, rows = Worsening(), list(Data(shared_data()).rows("train"))
     schedule = Schedule(steps=100, minutes=1, learning_rate=0.1, step_tokens=100, seed=0, checkpoint_seconds=60)
-    loop = Loop(learner, rows, rows[:2], torch.arange(1), schedule, tmp_path / CHECKPOINT, "", TrainProgress())
+    loop = Loop(learner, rows, rows[:1], torch.arange(1), schedule, tmp_path / CHECKPOINT, "", TrainProgress())
     history = loop.run()
     assert len(history) == 1 + PATIENCE
     assert loop.state.step == 5 * PATIENCE
     assert [estimate.tau for estimate in history] == [2.0] + [1.0] * PATIENCE
     assert torch.equal(learner.model.weight, learner.begun)
+
+
+def test_estimates_take_a_small_share_of_a_run(tmp_path: Path) -> None:
+    """Of texts of 200 tokens, after every 2,000 that are trained on; the last is always made."""
+    learner, rows = Worsening(), list(Data(shared_data()).rows("train"))
+    held_out = rows[:9]
+    schedule = Schedule(steps=60, minutes=1, learning_rate=0.1, step_tokens=100, seed=0, checkpoint_seconds=60)
+    loop = Loop(learner, rows, held_out, torch.arange(1), schedule, tmp_path / CHECKPOINT, "", TrainProgress())
+    steps = [estimate.step for estimate in loop.run()]
+    tokens = sum(len(row.tokens) for row in held_out)
+    assert 150 < tokens < 250
+    assert steps[0] == 0
+    assert steps[-1] == 60
+    assert min(after - before for before, after in pairwise(steps[:-1])) * 100 >= 10 * tokens
+    assert len(steps) == 4
 
 
 # What is refused

@@ -93,6 +93,8 @@ def _later(x: torch.Tensor, places: int) -> torch.Tensor:
 class Divided(torch.nn.Module):
     """A weight [H, F] for inputs that are divided by `spread` [F], as the weight for those that are not."""
 
+    spread: torch.Tensor
+
     def __init__(self, spread: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("spread", spread, persistent=False)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -289,11 +289,12 @@ def _first(rows: Sequence[TextRow], tokens: int) -> list[TextRow]:
 @contextmanager
 def _repeatable(device: torch.device) -> Iterator[None]:
     """While open, the CPU's operators give the same bits every time."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    options: Any = torch.utils.deterministic  # torch has no annotation there
+    before = torch.are_deterministic_algorithms_enabled(), options.fill_uninitialized_memory
     torch.use_deterministic_algorithms(device.type == "cpu" or before[0])
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    options.fill_uninitialized_memory = False  # nothing here reads what it has not written
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        options.fill_uninitialized_memory = before[1]
