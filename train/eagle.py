@@ -7,7 +7,7 @@ pairs of a text are one pass, and in it a chain's earlier pairs lie on diagonals
 text's own, so a chain is what would be drafted as long as it is right; that is all that an acceptance estimate asks.
 
 In training `fc` reads the states divided by their spread, channel by channel. A few channels of a target's layers are
-hundreds of times as large as the rest; undivided they drown it.
+hundreds of times as large as the rest; undivided, what is learned in a short run is less (docs/performance.md).
 """
 
 from collections.abc import Iterable
