@@ -65,8 +65,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Where a run is. `fingerprint`: what it is a run of.
 
     `cursor`: steps of the epoch that are done; `spent`: seconds, of a budget of `minutes`; `mark`: estimates that were
-    due; `lost`: loss summed over the `lost_steps` since the last, of `lost_tokens`; `unimproved`: evaluations since the
-    best.
+    due; `lost`: loss summed over the `lost_steps` since the last; `unimproved`: evaluations since the best.
     """
 
     fingerprint: str
@@ -78,7 +77,6 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     mark: int = 0
     lost: float = 0.0
     lost_steps: int = 0
-    lost_tokens: int = 0
     unimproved: int = 0
     ended: bool = False
     history: list[Estimate] = []
@@ -204,7 +202,6 @@ class Loop:
         self._optimizer.zero_grad()
         self.state.lost += lost
         self.state.lost_steps += 1
-        self.state.lost_tokens += sum(len(self._rows[index].tokens) for group in groups for index in group)
         self._progress.advance(self._done(), 1.0, {"loss": lost})
 
     def _done(self) -> float:
@@ -215,7 +212,8 @@ class Loop:
 
     def _can_afford_an_estimate(self) -> bool:
         """Whether enough was learned since the last one; without this, short runs do little else."""
-        return sum(len(row.tokens) for row in self._estimated) <= ESTIMATE_SHARE * self.state.lost_tokens
+        learned = self.state.lost_steps * self._schedule.step_tokens
+        return sum(len(row.tokens) for row in self._estimated) <= ESTIMATE_SHARE * learned
 
     def _estimate(self, steps: Sequence[Step]) -> None:
         """Measure on a fixed part of the held-out texts; keep the weights if none were better."""
@@ -237,7 +235,7 @@ class Loop:
         else:
             state.unimproved = 0 if loss < least else state.unimproved + 1
         state.history.append(estimate)
-        state.lost, state.lost_steps, state.lost_tokens = 0.0, 0, 0
+        state.lost, state.lost_steps = 0.0, 0
         self._progress.advance(self._done(), 1.0, {"held-out loss": loss, "τ": figures.tau})
 
     def _save(self) -> None:
