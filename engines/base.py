@@ -25,7 +25,8 @@ def capacity_bucket(slots: int) -> int:
 class Capabilities:
     """What an engine can do, known before work begins.
 
-    `batch`: several rows a pass. `growable`: capacity may change after loading. `device`: where it runs, in words.
+    `batch`: several rows a pass. `growable`: rows and capacity may change after loading, to fewer as well. `device`:
+    where it runs, in words.
     """
 
     device: str
@@ -59,8 +60,8 @@ class KVBuffers(Protocol):
         """
         ...
 
-    def grow(self, rows: int, capacity: int, used: int) -> None:
-        """Reallocate to `rows` and `capacity` (both at least the present ones); slots below `used` keep their content.
+    def resize(self, rows: int, capacity: int, used: int) -> None:
+        """Reallocate to `rows` and `capacity`, more or fewer; of rows that stay, slots below `used` keep their content.
 
         Raises `EngineError` when the engine's capacity is fixed or memory is short; the old buffers stay valid then.
         """
@@ -75,7 +76,7 @@ class KVBuffers(Protocol):
         ...
 
     def first_layers(self, layers: int) -> "KVBuffers":
-        """The same memory for an engine that has only the first `layers` layers of this one's; it follows `grow`.
+        """The same memory for an engine that has only the first `layers` layers of this one's; it follows `resize`.
 
         Nothing is allocated, and what either engine writes the other one reads. Raises `EngineError` when there are
         fewer layers, or the engine cannot share its cache.

@@ -30,6 +30,10 @@ class RequestError(SpecdecError):
     """A prompt, sampling parameter or option of a request is invalid."""
 
 
+class BusyError(SpecdecError):
+    """Too many requests wait; the same request may succeed later."""
+
+
 class DeadEndError(RequestError):
     """The request's own terms leave no token possible at some position."""
 

@@ -119,20 +119,20 @@ class OrtKV:
             raise EngineError(f"a cache of {self.layers} layers has no first {layers}")
         return OrtKV(msgspec.structs.replace(self._spec, num_layers=layers), self._memory)
 
-    def grow(self, rows: int, capacity: int, used: int) -> None:
-        """See `KVBuffers.grow`."""
-        if rows < self.rows or capacity < self.capacity:
-            raise EngineError(f"a cache of {self.rows} x {self.capacity} cannot shrink to {rows} x {capacity}")
-        memory = self._memory
+    def resize(self, rows: int, capacity: int, used: int) -> None:
+        """See `KVBuffers.resize`."""
+        if used > capacity:
+            raise EngineError(f"{used} slots in use do not fit into a cache of {capacity}")
+        memory, kept = self._memory, min(rows, self.rows)
         shape = (rows, memory.shape[1], capacity, memory.shape[3])
         try:
-            grown = [np.zeros(shape, memory.dtype) for _ in memory.values]
-            for index, new in enumerate(grown):
-                new[: self.rows, :, :used] = memory.read(index)[:, :, :used]
-            memory.install(grown)
+            arrays = [np.zeros(shape, memory.dtype) for _ in memory.values]
+            for index, new in enumerate(arrays):
+                new[:kept, :, :used] = memory.read(index)[:kept, :, :used]
+            memory.install(arrays)
         except (MemoryError, RuntimeError) as exc:
             need = self._spec.kv_bytes(rows, capacity) / 2**20
-            raise EngineError(f"growing the cache to {rows} rows x {capacity} slots needs {need:.0f} MiB more") from exc
+            raise EngineError(f"a cache of {rows} rows x {capacity} slots needs {need:.0f} MiB more") from exc
 
     def move_row(self, source: int, target: int, used: int) -> None:
         """See `KVBuffers.move_row`."""

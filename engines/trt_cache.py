@@ -44,8 +44,8 @@ class TrtKV:
         """Bytes held on the GPU."""
         return self._spec.kv_bytes(self._rows, self.capacity)
 
-    def grow(self, rows: int, capacity: int, used: int) -> None:
-        """See `KVBuffers.grow`; only rows can be added."""
+    def resize(self, rows: int, capacity: int, used: int) -> None:
+        """See `KVBuffers.resize`; rows can be added, and nothing else changes."""
         if rows < self._rows:
             raise EngineError(f"a cache of {self._rows} rows cannot shrink to {rows}")
         check_size(self._plan, rows, capacity)

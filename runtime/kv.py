@@ -7,16 +7,19 @@ This module does not know who proposes or accepts.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
 from specdec.engines.base import Engine, KVBuffers, capacity_bucket
 from specdec.engines.chunk import RowInput, pack
-from specdec.engines.contract import FloatArray
-from specdec.engines.errors import EngineError
+from specdec.engines.contract import FloatArray, ModelSpec
+from specdec.engines.errors import EngineError, RequestError
+from specdec.runtime.request import Row
 
 PREFILL_WIDTH = 256  # tokens of a prefill pass; wider gains nothing on a CPU and holds more activations
+SPARE = 64  # slots behind the longest row that buffers keep when they shrink
 
 
 class CachedModel:
@@ -89,22 +92,22 @@ class CachedModel:
             self.lens[row] += len(fed.tokens)
 
     def step(self, inputs: Sequence[RowInput]) -> list[FloatArray]:
-        """Score one input per active row in one pass; commits nothing.
+        """Score one input for each of the first active rows in one pass; commits nothing.
 
-        Returns, per row, logits [row.logits, V] of the vocabulary, valid until the next pass. Raises `EngineError` when
-        one of them is NaN or infinite, or all are -inf.
+        Returns, per row, logits [row.logits, V] of the vocabulary, valid until the next pass; `check` them.
         """
-        if len(inputs) != self.rows:
+        if len(inputs) > self.rows:
             raise ValueError(f"{len(inputs)} inputs for {self.rows} rows")
         size = self.engine.spec.vocab_size  # the rest is padding of the checkpoint
-        scored = [part[: row.logits, :size] for part, row in zip(self._run(inputs, 0), inputs, strict=True)]
-        for row, logits in enumerate(scored):
-            if logits.size and not np.isfinite(logits.max(axis=-1)).all():  # a NaN is its row's maximum
-                raise EngineError(
-                    f"{self.engine.capabilities.device} returned logits that are not numbers, in row {row} after "
-                    f"{self.lens[row]} tokens: the graph overflows, or the engine is broken; try another precision"
-                )
-        return scored
+        return [part[: row.logits, :size] for part, row in zip(self._run(inputs, 0), inputs, strict=True)]
+
+    def check(self, row: int, logits: FloatArray) -> None:
+        """Raise `EngineError` when logits [N, V] of `row` are NaN or infinite, or all -inf."""
+        if logits.size and not np.isfinite(logits.max(axis=-1)).all():  # a NaN is its row's maximum
+            raise EngineError(
+                f"{self.engine.capabilities.device} returned logits that are not numbers, in row {row} after "
+                f"{self.lens[row]} tokens: the graph overflows, or the engine is broken; try another precision"
+            )
 
     def commit(self, row: int, nodes: Sequence[int]) -> None:
         """Keep the inputs `nodes` of the last pass of `row`: a path, ascending.
@@ -142,8 +145,51 @@ class CachedModel:
             self._kv = self.engine.allocate(self.rows, capacity_bucket(slots))
         elif self.rows > self._kv.rows or slots > self._kv.capacity:
             capacity = max(self._kv.capacity, capacity_bucket(slots))
-            self._kv.grow(max(self.rows, self._kv.rows), capacity, max(used, int(self.lens[: self.rows].max())))
+            self._kv.resize(max(self.rows, self._kv.rows), capacity, max(used, int(self.lens[: self.rows].max())))
         return self._kv
+
+    def shrink(self) -> None:
+        """Give memory back when the active rows need half of the buffers or less: an engine attends over all of it."""
+        if self._kv is None or not self.engine.capabilities.growable:
+            return
+        used = int(self.lens[: self.rows].max(initial=0))
+        rows, capacity = max(self.rows, 1), capacity_bucket(used + SPARE)
+        rows = rows if 2 * rows <= self._kv.rows else self._kv.rows
+        capacity = capacity if 2 * capacity <= self._kv.capacity else self._kv.capacity
+        if (rows, capacity) != (self._kv.rows, self._kv.capacity):
+            self._kv.resize(rows, capacity, used)
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """`limit` bytes for the caches of all `models` (target, draft), whose rows grow to their ends.
+
+    Buffers are rectangular: all rows have the slots of the longest. A pass writes up to `spare` slots behind a row. The
+    copy that is made when buffers grow comes on top, for a moment.
+    """
+
+    limit: int
+    models: Sequence[ModelSpec]
+    spare: int
+
+    def fits(self, rows: Sequence[Row]) -> bool:
+        """Whether these rows can all run to their ends together."""
+        return self.needed(rows) <= self.limit
+
+    def check(self, row: Row) -> None:
+        """Raise `RequestError` for a row that does not fit alone."""
+        if not self.fits([row]):
+            raise RequestError(
+                f"{len(row.prompt)} tokens and up to {row.params.max_new_tokens} new ones need "
+                f"{self.needed([row]) / 2**20:.1f} MiB of cache, and {self.limit / 2**20:.1f} are allowed: "
+                "ask for fewer, or allow more"
+            )
+
+    def needed(self, rows: Sequence[Row]) -> int:
+        """Bytes that the caches of these rows take at their ends."""
+        longest = max(min(len(row.prompt) + row.params.max_new_tokens, row.max_length) for row in rows)
+        slots = capacity_bucket(longest + self.spare)
+        return sum(spec.kv_bytes(len(rows), slots) for spec in self.models)
 
 
 class BorrowedModel(CachedModel):
@@ -161,6 +207,9 @@ class BorrowedModel(CachedModel):
         """Hold the target's rows, and of each what the target holds: what was committed here besides is dropped."""
         self.rows = self._target.rows
         self.lens[: self.rows] = self._target.lens[: self.rows]
+
+    def shrink(self) -> None:
+        """See `CachedModel.shrink`: the buffers are the target's."""
 
     def reserve(self, slots: int, used: int = 0) -> KVBuffers:
         """See `CachedModel.reserve`: the target's buffers, of which this model sees its layers."""

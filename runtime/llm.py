@@ -140,7 +140,9 @@ class LLM:
         for row in rows:
             scheduler.submit(row)
         while scheduler.busy:
-            scheduler.step()
+            for row in scheduler.step():
+                if row.error:
+                    raise row.error
         return [row.output() for row in rows]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
@@ -170,7 +172,10 @@ class LLM:
     def _deltas(self, row: Row, scheduler: Scheduler) -> Iterator[Delta]:
         while scheduler.busy:
             known = len(row.tokens)
-            scheduler.step()
+            if not scheduler.step():
+                continue  # a part of the prompt
+            if row.error:
+                raise row.error
             reason = row.finish_reason
             text = row.stream.delta(last=reason is not None)
             yield Delta(text, tuple(row.tokens[known:]), reason, row.output() if reason else None)

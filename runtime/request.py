@@ -4,7 +4,8 @@ A row's `tokens` are prompt and answer; the last one is pending (emitted, not in
 decides where an accepted block is cut (end token, stop string, length); it does not know how the block came to be.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
@@ -19,7 +20,7 @@ from specdec.runtime.sampling import Grammar, LogitsPipeline, Logprob
 from specdec.runtime.text import TextStream
 
 Prompt = str | Sequence[int]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 Watch = Callable[[Sequence[int], FloatArray], None]  # (all tokens before an emitted one, logits [V] it was chosen from)
 
 
@@ -116,6 +117,9 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: Exception | None = None  # with finish_reason "error"
+    aborted: bool = False  # set by anyone, at any time: the row ends before its next round
+    held: int = 0  # tokens of the prompt that the target holds
     stats: Stats = field(default_factory=Stats)
     pipeline: LogitsPipeline = field(init=False)
     dice: RandomDice = field(init=False)
@@ -140,6 +144,16 @@ class Row:
     def pending(self) -> int:
         """The token that the target has not seen yet."""
         return self.tokens[-1]
+
+    @property
+    def filled(self) -> bool:
+        """Whether the target holds all of the prompt but the pending token."""
+        return self.held >= len(self.prompt) - 1
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes part in rounds."""
+        return self.filled and not self.finish_reason
 
     @property
     def remaining(self) -> int:
@@ -184,6 +198,18 @@ class Row:
         self.stats.ttft_ms = self.stats.ttft_ms or (perf_counter() - self._started) * 1000
         if self.finish_reason:
             self.stream.finish()
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """While open, an error is this request's alone: it ends with it."""
+        try:
+            yield
+        except Exception as exc:
+            self.fail(exc)
+
+    def fail(self, error: Exception) -> None:
+        """End the request with `error`."""
+        self.error, self.finish_reason = error, "error"
 
     def output(self) -> RequestOutput:
         """Return the finished request."""

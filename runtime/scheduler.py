@@ -1,7 +1,8 @@
 """Which rows run, and one round of all of them: propose, verify in one pass, accept, commit, emit.
 
-Rows wait until one of the target's rows is free, join between rounds and leave when they end; the last row then takes
-the place of the one that left, in the target's cache and in the drafter's alike. This module knows the algorithm; it
+Rows wait until one of the target's rows is free, join between rounds, are filled with their prompts part by part, and
+leave when they end or are aborted; the last row then takes the place of the one that left, in the target's cache and in
+the drafter's alike. This module knows the algorithm; it
 knows no engine, no tokenizer and no file.
 """
 
@@ -11,23 +12,44 @@ from functools import cache
 from time import perf_counter
 from typing import TypeVar
 
+from specdec.engines.chunk import RowInput
 from specdec.engines.contract import FloatArray
-from specdec.engines.errors import DeadEndError
+from specdec.engines.errors import BusyError, DeadEndError
 from specdec.runtime.accept import Accepted, accept_block, accept_matching, accept_tokens, accept_typical
 from specdec.runtime.drafters.base import Drafter
-from specdec.runtime.kv import CachedModel
+from specdec.runtime.kv import PREFILL_WIDTH, CachedModel, KVBudget
 from specdec.runtime.request import Row
 from specdec.runtime.tree import ROOT, TokenTree
+
+PREFILL_TOKENS = 128  # a pass so wide costs no more a token than a wider one, and others wait less for it
+IDLE = RowInput((), 0)  # of a row that has no part in a pass
 
 T = TypeVar("T")
 
 
 class Scheduler:
-    """Runs rows to their end on one target and, optionally, one drafter."""
+    """Runs rows to their end on one target and, optionally, one drafter.
 
-    def __init__(self, target: CachedModel, drafter: Drafter | None) -> None:
+    `prefill_tokens`: of prompts, a round at most, as long as other rows wait for it: a long prompt does not stall them.
+    `budget`: bytes that caches may take; a row joins when all that run with it can grow to their ends. None: no limit.
+    `most_waiting`: rows that may wait.
+    An error of one row (its grammar, its terms, logits that are no numbers) ends that row; one of an engine ends the
+    rows of that pass. They end with `finish_reason` "error", and others go on.
+    """
+
+    def __init__(
+        self,
+        target: CachedModel,
+        drafter: Drafter | None,
+        *,
+        prefill_tokens: int = PREFILL_TOKENS,
+        budget: KVBudget | None = None,
+        most_waiting: int | None = None,
+    ) -> None:
         self._target = target
         self._drafter = drafter
+        self._prefill_tokens = prefill_tokens
+        self._budget, self._most_waiting = budget, most_waiting
         self._waiting: deque[Row] = deque()
         self._rows: list[Row] = []
 
@@ -37,61 +59,116 @@ class Scheduler:
         return bool(self._waiting or self._rows)
 
     def submit(self, row: Row) -> None:
-        """Let `row` wait for its turn."""
+        """Let `row` wait for its turn. Raises `RequestError` when it can never fit, `BusyError` when too many wait."""
+        if self._budget is not None:
+            self._budget.check(row)
+        if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
+            raise BusyError(f"{len(self._waiting)} requests wait already: try again later")
         self._waiting.append(row)
 
     def step(self) -> list[Row]:
-        """Run one round; return the rows that ran, those that ended (`finish_reason`) included."""
+        """Run one round; return the rows that took part in it and those that ended (`finish_reason`)."""
+        ended = self._leave()
         self._admit()
-        rows, started = list(self._rows), perf_counter()
-        trees = self._propose()
-        drafted, engine_before = perf_counter(), self._target.seconds
-        logits = self._target.step([tree.verify(row.pending) for row, tree in zip(rows, trees, strict=True)])
-        for index, (row, tree, scored) in enumerate(zip(rows, trees, logits, strict=True)):
-            path, token = accept(row, tree, scored)
-            kept = (0, *(1 + node for node in path))  # the pending token and the draft tokens that were kept
-            self._target.commit(index, kept)
-            row.stats.count_draft(len(tree), tree.depth, len(path))
-            row.emit((*(tree.tokens[node] for node in path), token), scored[list(kept)])
-            if not row.finish_reason:
-                assert self._target.lens[index] == len(row.tokens) - 1, "the cache holds all but the pending token"
-                if self._drafter:
-                    self._drafter.commit(index, row, path)
+        self._fill()
+        rows = self._rows[: next((n for n in range(len(self._rows), 0, -1) if self._rows[n - 1].ready), 0)]
+        if any(row.ready for row in rows):
+            self._round(rows)
+        ran = [row for row in self._rows if row.filled or row.finish_reason]
         self._release_finished()
+        return ended + ran
+
+    def _round(self, rows: Sequence[Row]) -> None:
+        """Propose, verify in one pass, accept, commit, emit; `rows`: the first ones, some of which may not be ready."""
+        started, engine_before = perf_counter(), self._target.seconds
+        try:
+            trees = self._propose(rows)
+            drafted = perf_counter()
+            inputs = [tree.verify(row.pending) if row.ready else IDLE for row, tree in zip(rows, trees, strict=True)]
+            scored = self._target.step(inputs)
+        except Exception as exc:  # what the caches hold is not known any more
+            for row in rows:
+                row.fail(exc)
+            return
+        for index, (row, tree, logits) in enumerate(zip(rows, trees, scored, strict=True)):
+            if row.ready:
+                with row.guard():
+                    self._take(index, row, tree, logits)
         draft, target = drafted - started, self._target.seconds - engine_before
         host = perf_counter() - started - draft - target
         for row in rows:
             row.stats.draft_ms += 1000 * draft
             row.stats.target_ms += 1000 * target
             row.stats.host_ms += 1000 * host
-        return rows
+
+    def _take(self, index: int, row: Row, tree: TokenTree, logits: FloatArray) -> None:
+        """Accept what `logits` allow of a row's proposal, commit and emit it."""
+        self._target.check(index, logits)
+        path, token = accept(row, tree, logits)
+        kept = (0, *(1 + node for node in path))  # the pending token and the draft tokens that were kept
+        self._target.commit(index, kept)
+        row.stats.count_draft(len(tree), tree.depth, len(path))
+        row.emit((*(tree.tokens[node] for node in path), token), logits[list(kept)])
+        if not row.finish_reason:
+            assert self._target.lens[index] == len(row.tokens) - 1, "the cache holds all but the pending token"
+            if self._drafter:
+                self._drafter.commit(index, row, path)
+
+    def _leave(self) -> list[Row]:
+        """End the rows that were aborted; return them."""
+        aborted = [row for row in (*self._waiting, *self._rows) if row.aborted]
+        for row in aborted:
+            row.finish_reason = "abort"
+        if aborted:
+            self._waiting = deque(row for row in self._waiting if not row.aborted)
+            self._release_finished()
+        return aborted
 
     def _admit(self) -> None:
-        """Prefill waiting rows while there is room: all of the prompt but its last token, the first pending one."""
+        """Open rows for those that wait, in their order, while there is room."""
         while self._waiting and self._target.rows < self._target.max_rows:
-            started = perf_counter()
+            if self._budget is not None and not self._budget.fits([*self._rows, self._waiting[0]]):
+                break
             row = self._waiting.popleft()
-            index = self._target.add_row()
+            self._target.add_row()
             self._rows.append(row)
-            self._target.prefill(index, row.tokens[:-1])
             if self._drafter:
                 self._drafter.admit(row)
-            row.stats.prefill_ms = (perf_counter() - started) * 1000
 
-    def _propose(self) -> list[TokenTree]:
+    def _fill(self) -> None:
+        """Prefill the prompts of rows that joined, oldest first: all but the last token, the first pending one."""
+        left = self._prefill_tokens
+        for index, row in enumerate(self._rows):
+            while not row.filled and not row.finish_reason:
+                if left <= 0 and any(other.ready for other in self._rows):
+                    return
+                started = perf_counter()
+                part = row.prompt[row.held : -1][:PREFILL_WIDTH][: left if left > 0 else None]
+                with row.guard():
+                    self._target.prefill(index, part)
+                    row.held += len(part)
+                    if self._drafter:
+                        self._drafter.prefill(index, row)
+                left -= len(part)
+                row.stats.prefill_ms += (perf_counter() - started) * 1000
+
+    def _propose(self, rows: Sequence[Row]) -> list[TokenTree]:
         if self._drafter is None:
-            return [TokenTree()] * len(self._rows)
+            return [TokenTree()] * len(rows)
         # at least one token of every round is the target's own
-        return self._drafter.propose(self._rows, [row.remaining - 1 for row in self._rows])
+        return self._drafter.propose(rows, [row.remaining - 1 if row.ready else 0 for row in rows])
 
     def _release_finished(self) -> None:
-        for index in reversed(range(len(self._rows))):
+        left = len(self._rows)
+        for index in reversed(range(left)):
             if self._rows[index].finish_reason:
                 if self._drafter:
                     self._drafter.release(index)
                 self._target.drop_row(index)
                 self._rows[index] = self._rows[-1]
                 self._rows.pop()
+        if len(self._rows) < left:
+            self._target.shrink()
 
 
 def accept(row: Row, tree: TokenTree, logits: FloatArray) -> Accepted:

@@ -26,6 +26,9 @@ class Scripted:
     def admit(self, row: Row) -> None:
         self.rows.append(row)
 
+    def prefill(self, index: int, row: Row) -> None:
+        assert self.rows[index] is row
+
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         assert list(rows) == self.rows
         self.asked.append(list(limits))

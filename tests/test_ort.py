@@ -99,11 +99,15 @@ def test_growth_keeps_what_is_committed(engine: OrtEngine) -> None:
     whole = engine.step(chain(line, [0, 0]), engine.allocate(2, 256))[:, 8:].copy()
     kv = engine.allocate(2, 256)
     engine.step(chain(line[:, :8], [0, 0]), kv)
-    kv.grow(4, 512, 8)
+    kv.resize(4, 512, 8)
     assert (kv.rows, kv.capacity) == (4, 512)
     assert np.array_equal(engine.step(chain(line[:, 8:], [8, 8]), kv), whole)
-    with pytest.raises(EngineError, match="cannot shrink"):
-        kv.grow(4, 256, 8)
+    kv.resize(1, 128, 12)
+    assert (kv.rows, kv.capacity) == (1, 128)
+    again = engine.step(chain(line[:1, 8:], [8]), kv)
+    assert np.array_equal(again, whole[:1])
+    with pytest.raises(EngineError, match="12 slots in use do not fit into a cache of 8"):
+        kv.resize(1, 8, 12)
 
 
 def test_a_moved_row_goes_on_where_it_was(engine: OrtEngine) -> None:
@@ -205,8 +209,8 @@ def test_growth_that_does_not_fit_leaves_the_buffers(engine: OrtEngine, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(np, "zeros", full)
-        with pytest.raises(EngineError, match=r"growing the cache to 4 rows x 512 slots needs \d+ MiB more"):
-            kv.grow(4, 512, 8)
+        with pytest.raises(EngineError, match=r"a cache of 4 rows x 512 slots needs \d+ MiB more"):
+            kv.resize(4, 512, 8)
     assert (kv.rows, kv.capacity) == (2, 256)
     engine.step(chain(tokens((2, 4)), [0, 0]), kv)
 
@@ -283,7 +287,7 @@ def test_cuda_agrees_with_the_cpu_in_place_and_ragged(graph: tuple[Path, ModelSp
     for each in (engine, cuda):
         kv = each.allocate(2, 256)
         each.step(chain(line[:, :6], [0, 0]), kv)
-        kv.grow(3, 512, 6)
+        kv.resize(3, 512, 6)
         kv.move_row(1, 2, 6)
         results.append(each.step(chain(line[:, 6:], [6, 6]), kv).copy())
     assert np.abs(results[0] - results[1]).max() < 1e-3

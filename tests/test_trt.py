@@ -133,7 +133,7 @@ def test_rows_are_added_moved_and_compacted(made: Made, oracle: Engine) -> None:
     found, expected = made.engine.allocate(2, 640), oracle.allocate(2, 640)
     for kv, engine in ((found, made.engine), (expected, oracle)):
         engine.step(chain(tokens((2, 9)), [0, 3]), kv)
-        kv.grow(4, 640, 12)
+        kv.resize(4, 640, 12)
         kv.move_row(1, 3, 12)
         kv.move_row(0, 0, 9)
         kv.move_slots(3, np.array([6, 7, 10, 11]), 5)  # a run that overlaps its target, and a gap
@@ -142,7 +142,7 @@ def test_rows_are_added_moved_and_compacted(made: Made, oracle: Engine) -> None:
     for row in range(4):
         assert np.array_equal(found.read(row, 15), expected.read(row, 15))
     with pytest.raises(EngineError, match="a cache of 4 rows cannot shrink to 3"):
-        found.grow(3, 640, 1)
+        found.resize(3, 640, 1)
 
 
 def test_the_invariance_gate_runs_on_it(tmp_path: Path, graph: Path, oracle: Engine) -> None:
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused(made: Made) -> None:
             engine.allocate(rows, capacity)
     kv = engine.allocate(2, 640)
     with pytest.raises(EngineError, match="5 rows x 640 slots is more than"):
-        kv.grow(5, 640, 0)
+        kv.resize(5, 640, 0)
     message = (
         r"2 x 65 tokens with 1 logits fits no profile of this engine: verify 4 x 64 \(logits at 64\), prefill 1 x 5"
     )
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused(made: Made) -> None:
         engine.step(chain(tokens((1, 3)), [0]), object())  # type: ignore[arg-type]
     made.cuda.limit = 1000
     with pytest.raises(EngineError, match="cudaMalloc failed: out of memory"):
-        kv.grow(4, 640, 0)
+        kv.resize(4, 640, 0)
     assert kv.rows == 2
 
 
@@ -439,7 +439,7 @@ def test_a_gpu_agrees_with_onnx_runtime_on_the_cpu(gpu: Callable[[str], tuple[En
         found.append(each.step(chain(tokens((2, 5), 1), [0, 200]), kv).copy())
         found.append(each.step(tree(tokens((2, 4), 2), [5, 205], [-1, 0, 0, 2]), kv).copy())
         kv.move_slots(1, np.array([205, 207, 208]), 205)
-        kv.grow(3, 1024, 208)
+        kv.resize(3, 1024, 208)
         kv.move_row(1, 2, 208)
         found.append(each.step(chain(tokens((3, 3), 3), [5, 208, 208]), kv).copy())
         found.append(kv.read(2, 211))

@@ -162,7 +162,7 @@ def test_a_tables_cache_holds_texts(engine: Engine) -> None:
     table_step(tables, (5,), None, 3, kv)
     assert (1, 3, 4, 5) in tables.table._known
     kv.move_row(0, 1, 3)
-    kv.grow(3, 32, 3)
+    kv.resize(3, 32, 3)
     assert kv.read(1, 3).ravel().tolist() == [1, 3, 4]
     assert (kv.rows, kv.capacity) == (3, 32)
 

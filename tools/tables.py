@@ -106,7 +106,7 @@ class Table:
             self._held = [()] * len(self._held)
             return self._compute(texts)
         if slots > self._kv.capacity:
-            self._kv.grow(self._kv.rows, capacity_bucket(slots), self._kv.capacity)
+            self._kv.resize(self._kv.rows, capacity_bucket(slots), self._kv.capacity)
         logits = self.engine.step(chunk, self._kv)
         self._held[: len(texts)] = texts
         hidden = self._kv.hidden if spec.taps else np.empty((len(texts), chunk.width, 0), np.float32)
@@ -138,10 +138,10 @@ class TableKV:
         """Bytes held."""
         return self.tokens.nbytes
 
-    def grow(self, rows: int, capacity: int, used: int) -> None:
-        """See `KVBuffers.grow`."""
+    def resize(self, rows: int, capacity: int, used: int) -> None:
+        """See `KVBuffers.resize`."""
         old, self.tokens = self.tokens, np.full((rows, capacity), -1, np.int64)
-        self.tokens[: old.shape[0], :used] = old[:, :used]
+        self.tokens[: old.shape[0], :used] = old[:rows, :used]
 
     def move_row(self, source: int, target: int, used: int) -> None:
         """See `KVBuffers.move_row`; what lay there is gone."""

@@ -161,6 +161,9 @@ class _Recorder:
         """See `Drafter.admit`."""
         self._rows.append(row)
 
+    def prefill(self, index: int, row: Row) -> None:
+        """See `Drafter.prefill`: what the target keeps is taken at the end."""
+
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """See `Drafter.propose`: nothing."""
         return [TokenTree()] * len(rows)

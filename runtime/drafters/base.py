@@ -11,15 +11,20 @@ class Drafter(Protocol):
     """Proposes token trees for the active rows; its own state per row follows the target's rows by index."""
 
     def admit(self, row: Row) -> None:
-        """Open state for the next row index; `row.tokens` is its prompt."""
+        """Open state for the next row index; `row.tokens` is its prompt, of which the target holds nothing yet."""
+        ...
+
+    def prefill(self, index: int, row: Row) -> None:
+        """Learn that the target holds a further part of row `index`'s prompt: `row.held` tokens in all."""
         ...
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """Propose one tree per row, at most `limits[i]` tokens deep; an empty tree is a fine proposal.
+        """Propose one tree for each of the first rows, at most `limits[i]` tokens deep; an empty tree is fine.
 
-        A tree has no more nodes than the row has room in its context. Changes no row but for the chance it takes
-        (`Row.draw`). A tree's `q` is the distribution that its tokens were drawn from, with the request's own pipeline,
-        or None when they were chosen deterministically.
+        A row whose prompt the target does not hold yet has the limit 0. What is wrong with one row ends that row alone
+        (`Row.guard`). A tree has no more nodes than the row has room in its context. Changes no row but for the chance
+        that it takes (`Row.draw`). A tree's `q` is the distribution that its tokens were drawn from, with the request's
+        own pipeline, or None when they were chosen deterministically.
         """
         ...
 

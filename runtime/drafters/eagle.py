@@ -49,21 +49,21 @@ class EagleDrafter(ModelDrafter):
         self._states: list[dict[int, FloatArray]] = []  # by row: what the draft left at a node, [H]
 
     def admit(self, row: Row) -> None:
-        """See `Drafter.admit`: prefills all pairs but the pending token's."""
-        index = self._model.add_row()
-        self._drafted.append(0)
+        """See `Drafter.admit`."""
+        super().admit(row)
         self._states.append({})
-        self._features.append(self._taken(index))
-        if self._fits(row):
-            features, self._features[index] = np.split(self._features[index], [max(len(row.tokens) - 2, 0)])
-            self._model.prefill(index, row.tokens[1:-1], features)
+        self._features.append(np.zeros((0, self._model.engine.spec.features), np.float32))
+
+    def prefill(self, index: int, row: Row) -> None:
+        """See `Drafter.prefill`: holds all pairs but the last one, which the next proposal feeds."""
+        self._learn(index, row)
+        self._take_in(index, row, max(len(self._features[index]) - 1, 0))
 
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: pairs of what was drafted go, the target's features for what was kept have come."""
         self._model.lens[index] -= self._drafted[index]
         self._drafted[index] = 0
-        taken = self._taken(index)
-        self._features[index] = np.concatenate([self._features[index], taken]) if self._fits(row) else taken[:0]
+        self._learn(index, row)
 
     def release(self, index: int) -> None:
         """See `Drafter.release`."""
@@ -72,21 +72,22 @@ class EagleDrafter(ModelDrafter):
         self._features.pop()
         self._states.pop()
 
-    def _fits(self, row: Row) -> bool:
-        return len(row.tokens) <= self._model.max_length
-
     def _room(self, row: Row) -> int:
         return super()._room(row) if len(row.tokens) > 1 else 0
 
     def _unseen(self, index: int, row: Row) -> list[int]:
         return row.tokens[int(self._model.lens[index]) + 1 :]
 
-    def _taken(self, index: int) -> FloatArray:
-        """Features [n, F] of what the target has committed since they were last taken."""
+    def _learn(self, index: int, row: Row) -> None:
+        """Add the features of what the target has committed since; a text beyond the draft's context needs none."""
         states = self._target.take_hidden(index)[:, self._columns]
         features = np.zeros((len(states), self._model.engine.spec.features), np.float32)
         features[:, : states.shape[1]] = states
-        return features
+        self._features[index] = np.concatenate([self._features[index], features]) if self._fits(row) else features[:0]
+
+    def _take_in(self, index: int, row: Row, count: int) -> None:
+        features, self._features[index] = np.split(self._features[index], [count])
+        self._model.prefill(index, self._unseen(index, row)[:count], features)
 
     def _feed(self, index: int, row: Row, tree: GrowingTree) -> RowInput:
         fed = super()._feed(index, row, tree)

@@ -24,15 +24,20 @@ class FallbackDrafter:
         self._second.admit(row)
         self._fell.append(False)
 
+    def prefill(self, index: int, row: Row) -> None:
+        """See `Drafter.prefill`."""
+        self._first.prefill(index, row)
+        self._second.prefill(index, row)
+
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """See `Drafter.propose`; the second is not asked when there is nothing left for it."""
         trees = self._first.propose(rows, limits)
         left = [0 if len(tree) else limit for tree, limit in zip(trees, limits, strict=True)]
-        self._fell = [limit > 0 for limit in left]
-        if not any(self._fell):
+        fell = self._fell[: len(rows)] = [limit > 0 for limit in left]
+        if not any(fell):
             return trees
         others = self._second.propose(rows, left)
-        return [other if fell else tree for tree, other, fell in zip(trees, others, self._fell, strict=True)]
+        return [other if second else tree for tree, other, second in zip(trees, others, fell, strict=True)]
 
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: of the other's proposal, a drafter hears that nothing of its own was kept."""

@@ -27,7 +27,10 @@ class LayerSkipDrafter(ModelDrafter):
         self._borrowed = model
 
     def admit(self, row: Row) -> None:
-        """See `Drafter.admit`: the target's prefill was this draft's too."""
+        """See `Drafter.admit`: the target's row is this draft's too."""
+
+    def prefill(self, index: int, row: Row) -> None:
+        """See `Drafter.prefill`: the target's was this draft's too."""
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """See `Drafter.propose`; starts from what the target holds by now."""

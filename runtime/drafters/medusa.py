@@ -47,7 +47,10 @@ class MedusaDrafter:
         self._min_rows, self._deterministic = min_rows, deterministic
 
     def admit(self, row: Row) -> None:
-        """See `Drafter.admit`: the target's prefill left the state."""
+        """See `Drafter.admit`."""
+
+    def prefill(self, index: int, row: Row) -> None:
+        """See `Drafter.prefill`: the target keeps the state that it left."""
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """See `Drafter.propose`: one pass of the heads for all rows."""

@@ -20,6 +20,8 @@ from specdec.runtime.request import Row
 from specdec.runtime.sampling import most_probable, softmax
 from specdec.runtime.tree import ROOT, TokenTree
 
+CATCH_UP = 8  # unseen tokens beyond which a row takes them in on its own, not in the pass that drafts for all
+
 
 class ModelDrafter:
     """Drafts trees of `shape` with `model`.
@@ -53,21 +55,31 @@ class ModelDrafter:
         self._drafted: list[int] = []  # leading nodes of the last proposal that are in the cache, by row
 
     def admit(self, row: Row) -> None:
-        """See `Drafter.admit`: prefills all but the pending token."""
-        index = self._model.add_row()
+        """See `Drafter.admit`."""
+        self._model.add_row()
         self._drafted.append(0)
-        if len(row.tokens) <= self._model.max_length:
-            self._model.prefill(index, self._known(row.tokens[:-1]))
+
+    def prefill(self, index: int, row: Row) -> None:
+        """See `Drafter.prefill`: holds what the target does."""
+        if self._fits(row):
+            self._take_in(index, row, row.held - int(self._model.lens[index]))
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """See `Drafter.propose`: one pass per level, all rows together."""
         trees = [GrowingTree(self._shape, limit, self._room(row)) for row, limit in zip(rows, limits, strict=True)]
-        self._drafted = [0] * len(rows)
+        self._drafted[: len(rows)] = [0] * len(rows)
+        for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+            if tree.frontier and (unseen := len(self._unseen(index, row))) > CATCH_UP:
+                self._take_in(index, row, unseen - 1)
         while any(tree.frontier for tree in trees):
             feeds = [self._feed(index, row, tree) for index, (row, tree) in enumerate(zip(rows, trees, strict=True))]
             for index, logits in enumerate(self._model.step(feeds)):
                 if trees[index].frontier:
-                    self._grow(index, rows[index], trees[index], feeds[index], logits)
+                    with rows[index].guard():
+                        self._model.check(index, logits)
+                        self._grow(index, rows[index], trees[index], feeds[index], logits)
+                    if rows[index].error:
+                        trees[index] = GrowingTree(self._shape, 0, 0)
         return [tree.tree(sampled=not self._by_rank(row)) for row, tree in zip(rows, trees, strict=True)]
 
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
@@ -89,6 +101,13 @@ class ModelDrafter:
     def _room(self, row: Row) -> int:
         """How many nodes a row's tree may have."""
         return min(self._model.max_length, row.max_length) - len(row.tokens)
+
+    def _fits(self, row: Row) -> bool:
+        return len(row.tokens) <= self._model.max_length
+
+    def _take_in(self, index: int, row: Row, count: int) -> None:
+        """Bring the next `count` tokens of the row into the cache, in passes of this row alone."""
+        self._model.prefill(index, self._known(self._unseen(index, row)[:count]))
 
     def _unseen(self, index: int, row: Row) -> list[int]:
         """The row's tokens that are not in the cache."""

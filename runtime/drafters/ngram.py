@@ -46,10 +46,15 @@ class NgramDrafter:
         """See `Drafter.admit`."""
         self._indexes.append(_Index(self._lengths))
 
+    def prefill(self, index: int, row: Row) -> None:
+        """See `Drafter.prefill`: the tokens are all it needs."""
+
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
         """See `Drafter.propose`."""
-        each = zip(self._indexes, rows, limits, strict=True)
-        return [self._draft(index, row, limit) for index, row, limit in each]
+        return [
+            self._draft(self._indexes[index], row, limit)
+            for index, (row, limit) in enumerate(zip(rows, limits, strict=True))
+        ]
 
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: nothing to learn, the row's tokens say it."""

@@ -55,14 +55,13 @@ class FakeKV:
             raise EngineError("the fake engine has no hidden states")
         return self.states
 
-    def grow(self, rows: int, capacity: int, used: int) -> None:
-        assert rows >= self.rows
-        assert capacity >= self.capacity
+    def resize(self, rows: int, capacity: int, used: int) -> None:
+        assert used <= capacity
         old = self.tokens, self.state
         self.tokens = np.full((rows, capacity), -1)
         self.state = np.full((rows, capacity), STALE)
         for new, kept in zip((self.tokens, self.state), old, strict=True):
-            new[: kept.shape[0], :used] = kept[:, :used]
+            new[: kept.shape[0], :used] = kept[:rows, :used]
 
     def move_row(self, source: int, target: int, used: int) -> None:
         self.tokens[target, :used] = self.tokens[source, :used]

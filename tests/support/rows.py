@@ -44,7 +44,9 @@ def run(scheduler: Scheduler, *rows: Row) -> list[list[int]]:
     for row in rows:
         scheduler.submit(row)
     while scheduler.busy:
-        scheduler.step()
+        for row in scheduler.step():
+            if row.error:
+                raise row.error
     return [row.tokens[len(row.prompt) :] for row in rows]
 
 
