@@ -94,6 +94,7 @@ class Checkpoint:
             for holder, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
                 if hasattr(holder, name):
                     delattr(holder, name)
+            model.is_quantized = False
         ready: transformers.PreTrainedModel = model.eval().requires_grad_(False)
         return ready
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ from specdec.train.options import TrainOptions, TrainProgress
 from specdec.train.run import CHECKPOINT, TRAINING, train
 from specdec.train.saved import load_state
 from specdec.train.target import Target, draft_vocabulary
-from support.bundles import LOGITS_SIZE, TOKENIZER_SIZE, tiny_checkpoint
+from support.bundles import LOGITS_SIZE, TOKENIZER_SIZE, tiny_checkpoint, tiny_gguf
 
 CPU = torch.device("cpu")
 TAPS = ("1", "final")
@@ -466,6 +467,25 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="--force"):
         train(options("medusa", tmp_path / "done", steps=1))
     train(options("medusa", tmp_path / "done", steps=1, force=True))
+
+
+def test_data_that_is_enough_is_taken_as_it_is(tmp_path: Path) -> None:
+    """It has a tap more than the heads read, and the tokens that are asked for: no target has to write any."""
+    data = Path(shutil.copytree(shared_data(), tmp_path / "data"))
+    training = train(options("medusa", tmp_path / "out", data=data, tokens=Data(data).tokens, steps=1))
+    assert training.data.taps == TAPS
+    assert sorted(path.name for path in data.iterdir()) == ["00000.safetensors", "data.json"]
+
+
+def test_layers_of_a_gguf_are_distilled_like_any(tmp_path: Path) -> None:
+    source = open_checkpoint(str(tiny_gguf(tmp_path / "tiny.gguf")))
+    model: Any = source.load(torch.float32)
+    learner = DistillLearner(pruned(model, [1]), Target(model, CPU), read_tokenizer(source), train_embeddings=False)
+    learner.write(tmp_path / "small", ())
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.float32)
+    assert small.config.num_hidden_layers == 1
+    kept, given = small.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight
+    assert torch.equal(kept, given.half().float())
 
 
 def test_a_checkpoint_of_another_run_is_not_gone_on_from(tmp_path: Path) -> None:

@@ -99,9 +99,8 @@ def train(options: TrainOptions, progress: TrainProgress | None = None) -> Train
     if options.method == "distill":  # what is wrong is said before the work
         choose_layers(options.layers, options.keep, text_config(checkpoint.config).num_hidden_layers)
     begun = time.monotonic()
-    data = _data(options, taps, progress)
+    data = _data(options, checkpoint, taps, progress)
     spent = (time.monotonic() - begun) / 60
-    _check_data(data, checkpoint, taps)
     rows = [row for row in data.rows("train") if learnable(row)]
     held_out = [row for row in data.rows("held-out") if learnable(row)]
     torch.manual_seed(options.seed)
@@ -187,19 +186,21 @@ def _taps(options: TrainOptions, checkpoint: Checkpoint) -> tuple[str, ...]:
     return (*wanted, FINAL)
 
 
-def _data(options: TrainOptions, taps: Sequence[str], progress: TrainProgress) -> Data:
+def _data(options: TrainOptions, checkpoint: Checkpoint, taps: Sequence[str], progress: TrainProgress) -> Data:
     """The texts: those that are there, and what the target has yet to write."""
     folder, bundle = options.data_folder, options.data_folder / "target"
     prompts = None if options.prompts is None else read_prompts(options.prompts)
-    written = (folder / RECORD).exists() and ((folder / COMPLETE).exists() or not bundle.exists())
-    if written and options.tokens is None:
-        data = Data(folder)
-        if prompts is not None and prompts_digest(prompts) != data.record.prompts:
+    there = Data(folder) if (folder / RECORD).exists() else None
+    if there is not None:
+        _check_data(there, checkpoint, taps)
+        if prompts is not None and prompts_digest(prompts) != there.record.prompts:
             raise RequestError(f"{folder} was written from other prompts: choose another folder with --data")
-        return data
+    whole = (folder / COMPLETE).exists() or not bundle.exists()
+    if there is not None and (there.tokens >= options.tokens if options.tokens else whole):
+        return there
     progress.stage("data")
-    if not bundle.exists():
-        states = tuple(sorted(set(taps), key=lambda tap: (tap == FINAL, len(tap), tap)))
+    if not bundle.exists():  # what is added has the hidden states that the rest has
+        states = there.taps if there else tuple(sorted(set(taps), key=lambda tap: (tap == FINAL, len(tap), tap)))
         export_bundle(
             ExportOptions(
                 model=options.model,
