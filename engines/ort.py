@@ -180,7 +180,9 @@ class OrtEngine:
                 "use precision fp32 or fp16, or backend tensorrt-rtx"
             )
         self.spec = spec
-        self.capabilities = Capabilities(device=f"ONNX Runtime {ort.__version__}, {provider}")
+        self.capabilities = Capabilities(
+            device=f"ONNX Runtime {ort.__version__}, {provider}" + (f", {threads} threads" if threads else "")
+        )
         self._device = "cpu" if provider == "cpu" else "cuda"  # where tensors lie
         self._dtype, self._logits_dtype = np.dtype(spec.dtype), np.dtype(spec.logits_dtype)
         self._session: ort.InferenceSession | None = open_session(graph, provider, threads)

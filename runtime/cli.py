@@ -80,7 +80,7 @@ def _generate(args: argparse.Namespace) -> int:
     else:
         print()
     if not output.stats.lossless:
-        print(f"{PROG}: note: {params.acceptance} is lossy: this is not the target's own distribution", file=sys.stderr)
+        print(f"{PROG}: note: {params.rule} is lossy: this is not the target's own distribution", file=sys.stderr)
     return 0
 
 

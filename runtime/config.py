@@ -15,14 +15,14 @@ TREES = ("chain", "dynamic", "measured")
 class SpeculativeConfig:
     """How to speculate; field names as in vLLM.
 
-    `method`: a drafter of the bundle, `auto` (its first one), or None for plain decoding. `num_speculative_tokens`:
-    most draft tokens (nodes of a tree) a round; None: the method's default. `prompt_lookup_min` and
-    `prompt_lookup_max`: tokens that an n-gram match has at least, and at most before it is extended.
-    `confidence_threshold`: least chance, 0 to 1, that a draft's second and later tokens have of being kept with all
-    before them, lower drafts wider: of an n-gram, as measured; of other drafters, by their own distribution, as the
-    confidence below which nothing grows. None: for n-grams, and for EAGLE's chains unless `num_speculative_tokens` is
-    given, by what a position costs at the target's precision on a CPU; other chains do not stop, and dynamic trees have
-    a low one.
+    `method`: a drafter of the bundle, `ngram+M` (n-grams, and M where they find nothing), `auto` (its first drafter,
+    and n-grams where the bundle has them), or None for plain decoding. Chains are as long as pays, by what passes cost
+    and what was kept so far, and there are none where none pays (`controller.py`), unless one of the next two is given.
+    `num_speculative_tokens`: most draft tokens (nodes of a tree) a round. `confidence_threshold`: least chance, 0 to 1,
+    that a draft's second and later tokens have of being kept with all before them: of an n-gram, as measured; of other
+    drafters, by their own distribution, as the confidence below which nothing grows. With one of them only, the other
+    is the method's default; trees have defaults of both. `prompt_lookup_min` and `prompt_lookup_max`: tokens that an
+    n-gram match has at least, and at most before it is extended.
 
     `tree`: `chain`, `dynamic` (grown where the draft is confident), `measured` (the best one of so many nodes for the
     accuracies that were measured of Medusa heads), or paths of child ranks as Medusa's `medusa_choices`:
@@ -87,20 +87,21 @@ class SpeculativeConfig:
             raise RequestError("tree measured is for Medusa heads whose accuracies were measured: use tree='dynamic'")
 
     @property
+    def adaptive(self) -> bool:
+        """Whether the controller says each round how far to draft, and with what: nothing here does."""
+        return self.tree == "chain" and self.num_speculative_tokens is None and self.confidence_threshold is None
+
+    @property
     def branches(self) -> bool:
         """Whether proposals may be other than chains."""
         return self.tree == "measured" or not self.shape(1).linear
 
-    def shape(self, tokens: int, accuracies: Sequence[Sequence[float]] = (), threshold: float | None = None) -> Shape:
+    def shape(self, tokens: int, accuracies: Sequence[Sequence[float]] = ()) -> Shape:
         """The shape of a grown tree; `tokens`: most nodes, where the configuration does not say.
 
-        `accuracies`: of the draft by depth and rank, for the tree `measured`. `threshold`: of chains where the
-        configuration says neither how long they are nor when they end.
+        `accuracies`: of the draft by depth and rank, for the tree `measured`.
         """
-        count = self.num_speculative_tokens or tokens
-        sure = self.confidence_threshold
-        if sure is None and self.num_speculative_tokens is None and self.tree == "chain":
-            sure = threshold
+        count, sure = self.num_speculative_tokens or tokens, self.confidence_threshold
         floor = {} if sure is None else {"floor": float(sure)}
         if self.tree == "measured":
             return StaticShape(choose_tree(accuracies, count), **floor)

@@ -16,6 +16,7 @@ from specdec.engines.base import Engine, KVBuffers, capacity_bucket
 from specdec.engines.chunk import RowInput, pack
 from specdec.engines.contract import FloatArray, ModelSpec
 from specdec.engines.errors import EngineError, RequestError
+from specdec.runtime.controller import PassTimes
 from specdec.runtime.request import Row
 
 PREFILL_WIDTH = 256  # tokens of a prefill pass; wider gains nothing on a CPU and holds more activations
@@ -27,16 +28,26 @@ class CachedModel:
 
     `min_width`: fewest positions of a pass; 2 keeps the bits of an engine whose one-token kernels differ (`exact`).
     `keeps_hidden`: the hidden states of what is committed are kept until they are taken (`take_hidden`).
+    `times`: learn what each pass takes.
     `seconds`: time spent in the engine so far.
     """
 
-    def __init__(self, engine: Engine, *, max_rows: int, min_width: int, keeps_hidden: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_rows: int,
+        min_width: int,
+        keeps_hidden: bool = False,
+        times: PassTimes | None = None,
+    ) -> None:
         self.engine = engine
         self.max_rows = max_rows
         self.min_width = min_width
         self.rows = 0
         self.lens = np.zeros(max_rows, np.int64)  # committed tokens of each row
         self.seconds = 0.0
+        self._times = times
         self._kept: list[list[FloatArray]] | None = [] if keeps_hidden else None  # by row
         self._kv: KVBuffers | None = None
 
@@ -99,7 +110,11 @@ class CachedModel:
         if len(inputs) > self.rows:
             raise ValueError(f"{len(inputs)} inputs for {self.rows} rows")
         size = self.engine.spec.vocab_size  # the rest is padding of the checkpoint
-        return [part[: row.logits, :size] for part, row in zip(self._run(inputs, 0), inputs, strict=True)]
+        before, width = self.seconds, max(self.min_width, *(len(row.tokens) for row in inputs))
+        scored = self._run(inputs, 0)
+        if self._times is not None:
+            self._times.observe(len(inputs), width, 1000 * (self.seconds - before))
+        return [part[: row.logits, :size] for part, row in zip(scored, inputs, strict=True)]
 
     def check(self, row: int, logits: FloatArray) -> None:
         """Raise `EngineError` when logits [N, V] of `row` are NaN or infinite, or all -inf."""

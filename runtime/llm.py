@@ -17,10 +17,12 @@ import numpy as np
 
 from specdec.engines.base import Engine, Heads
 from specdec.engines.contract import HeadsSpec, ModelSpec
+from specdec.engines.costs import cost_curve
 from specdec.engines.errors import RequestError
 from specdec.engines.manifest import BLOCKWISE, MEDUSA, NGRAM, MedusaDrafter, Variant, read_manifest, verify_files
 from specdec.engines.registry import EngineConfig, open_engine, open_heads, with_plans
 from specdec.runtime.config import SpeculativeConfig
+from specdec.runtime.controller import CURVE_TRUST, Controller, PassTimes
 from specdec.runtime.drafters.opening import Maker, Opening, check_backend, open_drafter, pick_variant, reads_hidden
 from specdec.runtime.grammar import GrammarCompiler
 from specdec.runtime.kv import CachedModel
@@ -100,6 +102,10 @@ class LLM:
         self._target, self._width = self._open(self.manifest.target.spec, target)
         self._keeps_hidden = reads_hidden(record)
         self._draft: Maker | None = None
+        self.controller: Controller | None = None
+        if record is not None and self.speculative.adaptive:
+            curve = cost_curve(self._target, self._width, self.manifest.files[target.graph].sha256)
+            self.controller = Controller(PassTimes(curve, trust=CURVE_TRUST), self._width)
         if record is not None:
             opening = Opening(
                 method=last,
@@ -112,6 +118,7 @@ class LLM:
                 width=self._width,
                 open=self._open,
                 open_heads=self._open_heads,
+                controller=self.controller,
             )
             self._draft = open_drafter(record, opening, self.manifest.drafters.get(before))
 
@@ -183,7 +190,8 @@ class LLM:
     def _choose_method(self) -> str | None:
         method, known = self.speculative.method, self.manifest.methods()
         if method == "auto":
-            return known[0] if known else None
+            others = [name for name in known if name != NGRAM]
+            return "+".join([*([NGRAM] if NGRAM in known else []), *others[:1]]) or None
         if NGRAM in known:
             known += [f"{NGRAM}+{other}" for other in known if other != NGRAM]
         if method is not None and method not in known:
@@ -203,7 +211,13 @@ class LLM:
 
     def _scheduler(self, requests: int) -> Scheduler:
         rows = min(requests, self.manifest.limits.max_batch)
-        target = CachedModel(self._target, max_rows=rows, min_width=self._width, keeps_hidden=self._keeps_hidden)
+        target = CachedModel(
+            self._target,
+            max_rows=rows,
+            min_width=self._width,
+            keeps_hidden=self._keeps_hidden,
+            times=self.controller.times if self.controller else None,
+        )
         return Scheduler(target, self._draft(target) if self._draft else None)
 
     @cached_property

@@ -32,7 +32,8 @@ class SamplingParams:
     Chance. `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None draws a fresh one.
     `acceptance`: how sampled drafts are verified (docs/lossless.md). `block` and `token` are lossless; `coupled` is,
     and a seed then gives the same text with every drafter and without one; `lossy-typical` (Cai et al.,
-    arXiv:2401.10774) changes the distribution.
+    arXiv:2401.10774) changes the distribution. None: `coupled` with a seed, which is there to repeat a text, else
+    `block`. With other rules than `coupled`, a seed gives the same text only if as much is drafted every time.
 
     Terms. `repetition_penalty` (Keskar et al., arXiv:1909.05858; 1 is off) counts prompt and answer;
     `presence_penalty` and `frequency_penalty` (OpenAI's definition; 0 is off) the answer only. `logit_bias` adds to the
@@ -59,7 +60,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     structured_outputs: StructuredOutputsParams | None = None
     seed: int | None = None
-    acceptance: Acceptance = "block"
+    acceptance: Acceptance | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
@@ -90,7 +91,7 @@ class SamplingParams:
             (self.allowed_token_ids is None or (isinstance(self.allowed_token_ids, tuple) and self.allowed_token_ids
              and all(map(_whole, self.allowed_token_ids))), "allowed_token_ids", "a tuple of token ids, not empty"),
             (self.seed is None or self.seed >= 0, "seed", "0 or more"),
-            (self.acceptance in ACCEPTANCE_RULES, "acceptance", f"one of {', '.join(ACCEPTANCE_RULES)}"),
+            (self.acceptance in (None, *ACCEPTANCE_RULES), "acceptance", f"one of {', '.join(ACCEPTANCE_RULES)}"),
             (isinstance(self.stop, tuple) and all(stop and isinstance(stop, str) for stop in self.stop), "stop",
              "a tuple of strings that are not empty"),
             (self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more"),
@@ -102,6 +103,11 @@ class SamplingParams:
                 raise RequestError(f"{name} must be {rule}, not {getattr(self, name)!r}")
 
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller may change its own
+
+    @property
+    def rule(self) -> Acceptance:
+        """The rule that verifies sampled drafts."""
+        return self.acceptance or ("block" if self.seed is None else "coupled")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `RequestError` when a token id or count exceeds the model's vocabulary."""

@@ -136,9 +136,9 @@ class Row:
             grammar=self.grammar,
         )
         self.dice = RandomDice(self.params.seed)
-        self.noise = PositionNoise(self.params.seed) if self.params.acceptance == "coupled" else None
-        self.stats.prompt_tokens, self.stats.acceptance = len(self.prompt), self.params.acceptance
-        self.stats.lossless = self.params.temperature == 0 or is_lossless(self.params.acceptance)
+        self.noise = PositionNoise(self.params.seed) if self.params.rule == "coupled" else None
+        self.stats.prompt_tokens, self.stats.acceptance = len(self.prompt), self.params.rule
+        self.stats.lossless = self.params.temperature == 0 or is_lossless(self.params.rule)
 
     @property
     def pending(self) -> int:

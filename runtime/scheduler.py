@@ -202,7 +202,7 @@ def accept(row: Row, tree: TokenTree, logits: FloatArray) -> Accepted:
     def coupled(logits: FloatArray, history: Sequence[int]) -> int:
         return row.draw(pipeline.probabilities(logits, history), 1, len(history))[0]
 
-    rule = row.params.acceptance
+    rule = row.params.rule
     if row.params.temperature == 0:
         accepted = accept_matching(tree, lambda node: asked(node, pipeline.best) or 0)
     elif rule == "coupled":

@@ -86,8 +86,8 @@ def check(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], floa
 
 
 def speculation(method: str, tree: str) -> SpeculativeConfig:
-    """Chains of full length, also of a drafter that would end them where it is unsure."""
-    threshold = 0.0 if (method, tree) == ("eagle", "chain") else None
+    """Chains of full length."""
+    threshold = 0.0 if tree == "chain" else None
     return SpeculativeConfig(method=method, tree=TREES[tree], confidence_threshold=threshold)
 
 

@@ -23,7 +23,7 @@ from specdec.export.eagle_model import EagleModel, default_taps, eagle_config
 from specdec.export.options import ExportOptions
 from specdec.export.pipeline import export_bundle
 from specdec.export.report import make_report
-from specdec.runtime import LLM, SamplingParams, SpeculativeConfig, drafters
+from specdec.runtime import LLM, SamplingParams, SpeculativeConfig
 from specdec.runtime.drafters.eagle import EagleDrafter
 from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
@@ -340,21 +340,6 @@ def test_a_chain_stops_where_the_draft_is_not_sure(monkeypatch: pytest.MonkeyPat
     found.clear()
     greedy(eagle_bundle(), PROMPTS, method="eagle", num_speculative_tokens=4, confidence_threshold=0.0)
     assert max(len(tree) for _, tree in found) == 4
-
-
-def test_a_chain_of_no_given_length_stops_by_what_a_position_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This random draft is never sure: only without a threshold, here with int8, are its chains of the usual length."""
-    monkeypatch.setattr(drafters, "EAGLE_THRESHOLDS", {"int8": 0.0})
-    found = watched(monkeypatch)
-    greedy(eagle_bundle(), PROMPTS, method="eagle")
-    assert {len(tree) for text, tree in found if len(text) > 1} <= {0, 1}
-    for options in ({"num_speculative_tokens": 4}, {"confidence_threshold": 0.0}):
-        found.clear()
-        greedy(eagle_bundle(), PROMPTS, method="eagle", **options)
-        assert max(len(tree) for _, tree in found) == 4
-    found.clear()
-    greedy(eagle_bundle("eagle3", "int8"), PROMPTS, method="eagle")
-    assert max(len(tree) for _, tree in found) == drafters.MODEL_TOKENS
 
 
 # specdec-verify

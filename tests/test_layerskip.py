@@ -254,8 +254,8 @@ class Watched:
             resize(buffers, rows, capacity, used)
             self.sizes.append((rows, capacity, buffers.nbytes))
 
-        def proposing(drafter: Drafter, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-            trees: list[TokenTree] = propose(drafter, rows, limits)
+        def proposing(drafter: Drafter, rows: Sequence[Row], limits: Sequence[int], *prices: Any) -> list[TokenTree]:
+            trees: list[TokenTree] = propose(drafter, rows, limits, *prices)
             self.proposed += trees
             target, draft = drafter._borrowed._target.kv, drafter._borrowed.kv
             if isinstance(target, OrtKV) and isinstance(draft, OrtKV):  # they are there once something was drafted
@@ -273,6 +273,8 @@ def params(**options: Any) -> SamplingParams:
 
 
 def load(method: str | None = SKIP, **options: Any) -> LLM:
+    """Drafts of full length."""
+    options = {"confidence_threshold": 0.0, **options}
     return LLM(skip_bundle(), speculative=SpeculativeConfig(method=method, **options))
 
 

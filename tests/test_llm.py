@@ -142,7 +142,7 @@ def test_n_grams_draft_as_wide_as_the_precision_or_the_request_says(
 
     monkeypatch.setattr(NgramDrafter, "propose", recording)
     bundle = shared_bundle() if precision == "fp32" else quantized_bundle(precision)
-    config = SpeculativeConfig(method="ngram", confidence_threshold=threshold)
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=7, confidence_threshold=threshold)
     with LLM(bundle, speculative=config) as llm:
         llm.generate([1, 2, 3, *range(10, 20), 1, 2, 3], params(max_new_tokens=9))
     assert widths[0] == width

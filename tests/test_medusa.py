@@ -309,7 +309,9 @@ BUNDLES: dict[str, Callable[[], Any]] = {
 
 
 def load(bundle: str, **options: Any) -> LLM:
-    return LLM(BUNDLES[bundle](), speculative=SpeculativeConfig(**{"method": "medusa", **options}), verify=False)
+    """Drafts of full length."""
+    options = {"method": "medusa", "confidence_threshold": 0.0, **options}
+    return LLM(BUNDLES[bundle](), speculative=SpeculativeConfig(**options), verify=False)
 
 
 def params(**options: Any) -> SamplingParams:
@@ -348,9 +350,9 @@ def test_the_heads_are_given_the_state_before_the_pending_token(monkeypatch: pyt
         given.extend(features.copy())
         return logits(self, features)
 
-    def proposing(self: MedusaDrafter, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
+    def proposing(self: MedusaDrafter, rows: Sequence[Row], limits: Sequence[int], *prices: Any) -> list[TokenTree]:
         before = len(given)
-        trees = propose(self, rows, limits)
+        trees = propose(self, rows, limits, *prices)
         drafted = [row for row, limit in zip(rows, limits, strict=True) if limit > 0 and len(row.tokens) > 1]
         wanted.extend(tuple(row.tokens[:-1]) for row in drafted)
         del given[before + len(drafted) :]  # padding to two rows
@@ -393,7 +395,7 @@ def test_what_a_bundle_with_heads_cannot_draft_is_refused() -> None:
 
 @pytest.mark.parametrize("method", ["medusa", "blockwise"])
 def test_the_heads_on_tables_draft_the_bundles_tokens(method: str) -> None:
-    bundle, speculative = medusa_bundle(), SpeculativeConfig(method=method)
+    bundle, speculative = medusa_bundle(), SpeculativeConfig(method=method, confidence_threshold=0.0)
     manifest = read_manifest(bundle)
     record = manifest.drafters["medusa"]
     with LLM(bundle, speculative=speculative, verify=False) as llm:

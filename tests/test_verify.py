@@ -190,11 +190,12 @@ def changed(chunk: Chunk, **changes: np.ndarray) -> Chunk:
 @pytest.mark.parametrize("method", [None, "ngram", "model"])
 def test_the_runtime_on_tables_gives_the_bundles_tokens(engine: Engine, method: str | None) -> None:
     bundle, params = shared_bundle(), SamplingParams(max_new_tokens=10, ignore_eos=True)
-    with LLM(bundle, speculative=SpeculativeConfig(method=method), verify=False) as llm:
+    fixed = SpeculativeConfig(method=method, confidence_threshold=0.0)
+    with LLM(bundle, speculative=fixed, verify=False) as llm:
         expected = llm.generate([PROMPT, PROMPT[1:]], params)
     with bundle_view(llm.manifest, "fp32", size=None, end=2, max_batch=2) as folder:
         table = TableEngine(Table(engine))
-        view = LLM(folder, speculative=SpeculativeConfig(method=method), verify=False, opener=lambda *graph: table)
+        view = LLM(folder, speculative=fixed, verify=False, opener=lambda *graph: table)
         found = view.generate([PROMPT, PROMPT[1:]], params)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert [output.stats.rounds for output in found] == [output.stats.rounds for output in expected]

@@ -197,7 +197,9 @@ def _measure(args: argparse.Namespace, stack: ExitStack) -> Report:
         )
         for each in compared
     ] + of_peers
-    config = SpeculativeConfig(method="model", num_speculative_tokens=args.num_speculative_tokens)
+    config = SpeculativeConfig(
+        method="model", num_speculative_tokens=args.num_speculative_tokens, confidence_threshold=0.0
+    )
     params = SamplingParams(seed=args.seed, max_new_tokens=args.max_new_tokens)
     asked = [prompt.text for prompt in PROMPTS][: args.limit]
     pairs = [

@@ -180,7 +180,7 @@ class Ground:
         config = SpeculativeConfig(
             method=method,
             tree=tree,
-            confidence_threshold=0.0 if (method, tree) == ("eagle", "chain") else None,  # chains of full length
+            confidence_threshold=0.0 if tree == "chain" else None,  # chains of full length
             draft_sample_method="greedy" if drafts == "ranked" else "probabilistic",
         )
         return LLM(folder, speculative=config, verify=False, opener=opener, heads_opener=heads_opener, watch=watch)

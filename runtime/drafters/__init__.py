@@ -7,8 +7,4 @@ NGRAM_THRESHOLD = 0.15
 NGRAM_THRESHOLDS = {"int8": 0.3, "int4": 0.3}
 MODEL_TOKENS = 4
 TREE_TOKENS = 8
-# Least confidence below which EAGLE's chains go on where nobody says how long they are; it knows how sure it is
-# (docs/performance.md, "Trained drafters").
-EAGLE_THRESHOLD = 0.6
-EAGLE_THRESHOLDS = {"int8": 0.9, "int4": 0.9}
 SURE_MATCH = 2  # tokens that an n-gram match has at least to go before another drafter's guess

@@ -153,6 +153,11 @@ class GrowingTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def promise(self) -> float:
+        """Chance, by the draft, that a node of the frontier is reached: what a further level can bring at most."""
+        return sum(self._confidence[node] if node != ROOT else 1.0 for node in self.frontier)
+
     def extend(self, q: Sequence[FloatArray], choose: Callable[[FloatArray, int], Sequence[int]]) -> None:
         """Give the frontier's nodes children; q[i] [V] belongs to frontier[i] (all zero: no child is possible).
 

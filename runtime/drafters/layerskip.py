@@ -32,10 +32,13 @@ class LayerSkipDrafter(ModelDrafter):
     def prefill(self, index: int, row: Row) -> None:
         """See `Drafter.prefill`: the target's was this draft's too."""
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """See `Drafter.propose`; starts from what the target holds by now."""
+    def propose(self, rows: Sequence[Row], limits: Sequence[int], prices: Sequence[float] = ()) -> list[TokenTree]:
+        """See `PricedDrafter.propose`; starts from what the target holds by now."""
         self._borrowed.follow()
-        return super().propose(rows, limits)
+        return super().propose(rows, limits, prices)
+
+    def catch_up(self, index: int, row: Row) -> None:
+        """See `PricedDrafter.catch_up`: whatever the target holds, this draft does."""
 
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: the target has committed it, in the cache that both read."""

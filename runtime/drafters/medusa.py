@@ -8,6 +8,7 @@ With the most probable tokens as a chain it is blockwise parallel decoding (Ster
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -52,8 +53,8 @@ class MedusaDrafter:
     def prefill(self, index: int, row: Row) -> None:
         """See `Drafter.prefill`: the target keeps the state that it left."""
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """See `Drafter.propose`: one pass of the heads for all rows."""
+    def propose(self, rows: Sequence[Row], limits: Sequence[int], prices: Sequence[float] = ()) -> list[TokenTree]:
+        """See `PricedDrafter.propose`: one pass of the heads for all rows."""
         trees, states = list[GrowingTree](), dict[int, FloatArray]()  # [H] by row that is drafted for
         for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
             new = self._target.take_hidden(index)[-1:, self._final]  # every round commits a token at least
@@ -61,9 +62,20 @@ class MedusaDrafter:
             trees.append(GrowingTree(self._shape, depth, row.max_length - len(row.tokens)))
             if trees[index].frontier:
                 states[index] = new[0]
-        for index, logits in zip(states, self._score(list(states.values())), strict=True):
-            self._grow(rows[index], trees[index], logits)
+        scored = dict(zip(states, self._score(list(states.values())), strict=True))  # [heads, Vd] by row
+        for level, price in zip(range(self._heads.spec.heads), chain(prices, repeat(0.0)), strict=False):
+            if sum(tree.promise for tree in trees) < price:
+                break
+            for index, logits in scored.items():
+                if trees[index].frontier:
+                    with rows[index].guard():
+                        self._grow(rows[index], trees[index], logits[level])
+                    if rows[index].error:
+                        trees[index] = GrowingTree(self._shape, 0, 0)
         return [tree.tree(sampled=not self._by_rank(row)) for row, tree in zip(rows, trees, strict=True)]
+
+    def catch_up(self, index: int, row: Row) -> None:
+        """See `PricedDrafter.catch_up`: only the last state counts."""
 
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: the target keeps the states of what it committed until the next proposal."""
@@ -85,15 +97,12 @@ class MedusaDrafter:
         return logits[: len(states)]
 
     def _grow(self, row: Row, tree: GrowingTree, logits: FloatArray) -> None:
-        """Grow a row's tree to its end; logits [heads, Vd], level d of the tree from those of head d."""
-        for scored in logits:
-            if not tree.frontier:
-                return
-            known = np.full(self._vocab_size, -np.inf, np.float32)
-            known[self._ids] = scored[: len(self._ids)]
-            histories = [row.tokens + tree.text(node) for node in tree.frontier]
-            asked = histories[:1] if row.pipeline.ignores_history else histories
-            q = [distribution(row, known, history) for history in asked]
-            q *= len(histories) // len(asked)
-            choose = most_probable_ids if self._by_rank(row) else partial(row.draw, position=len(histories[0]))
-            tree.extend(q, choose)
+        """Grow a row's tree by level d; logits [Vd] are those of head d."""
+        known = np.full(self._vocab_size, -np.inf, np.float32)
+        known[self._ids] = logits[: len(self._ids)]
+        histories = [row.tokens + tree.text(node) for node in tree.frontier]
+        asked = histories[:1] if row.pipeline.ignores_history else histories
+        q = [distribution(row, known, history) for history in asked]
+        q *= len(histories) // len(asked)
+        choose = most_probable_ids if self._by_rank(row) else partial(row.draw, position=len(histories[0]))
+        tree.extend(q, choose)

@@ -8,6 +8,7 @@ from q, the request's own pipeline on the draft's logits, and q is handed on as 
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -64,14 +65,17 @@ class ModelDrafter:
         if self._fits(row):
             self._take_in(index, row, row.held - int(self._model.lens[index]))
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[TokenTree]:
-        """See `Drafter.propose`: one pass per level, all rows together."""
+    def propose(self, rows: Sequence[Row], limits: Sequence[int], prices: Sequence[float] = ()) -> list[TokenTree]:
+        """See `PricedDrafter.propose`: one pass per level, all rows together."""
         trees = [GrowingTree(self._shape, limit, self._room(row)) for row, limit in zip(rows, limits, strict=True)]
         self._drafted[: len(rows)] = [0] * len(rows)
         for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
-            if tree.frontier and (unseen := len(self._unseen(index, row))) > CATCH_UP:
-                self._take_in(index, row, unseen - 1)
-        while any(tree.frontier for tree in trees):
+            if tree.frontier:
+                self.catch_up(index, row)
+        for price in chain(prices, repeat(0.0)):
+            promise = sum(tree.promise for tree in trees)
+            if promise <= 0 or promise < price:
+                break
             feeds = [self._feed(index, row, tree) for index, (row, tree) in enumerate(zip(rows, trees, strict=True))]
             for index, logits in enumerate(self._model.step(feeds)):
                 if trees[index].frontier:
@@ -81,6 +85,11 @@ class ModelDrafter:
                     if rows[index].error:
                         trees[index] = GrowingTree(self._shape, 0, 0)
         return [tree.tree(sampled=not self._by_rank(row)) for row, tree in zip(rows, trees, strict=True)]
+
+    def catch_up(self, index: int, row: Row) -> None:
+        """See `PricedDrafter.catch_up`."""
+        if self._fits(row) and (unseen := len(self._unseen(index, row))) > CATCH_UP:
+            self._take_in(index, row, unseen - 1)
 
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: gives back the slots of tokens that were not kept."""

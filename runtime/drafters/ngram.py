@@ -64,6 +64,11 @@ class NgramDrafter:
         self._indexes[index] = self._indexes[-1]
         self._indexes.pop()
 
+    def match(self, index: int, row: Row) -> int | None:
+        """Tokens of the match that the next proposal for row `index` is based on (0: none), None: there is nothing."""
+        self._indexes[index].extend(row.tokens)
+        return next((match for match, _ in self._indexes[index].find(row.tokens)), None)
+
     def _draft(self, index: "_Index", row: Row, limit: int) -> TokenTree:
         tokens = row.tokens
         index.extend(tokens)

@@ -27,6 +27,8 @@ from specdec.engines.manifest import (
 )
 from specdec.runtime import drafters
 from specdec.runtime.config import SpeculativeConfig
+from specdec.runtime.controller import Controller
+from specdec.runtime.drafters.adaptive import AdaptiveDrafter
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.drafters.eagle import EagleDrafter as Eagle
 from specdec.runtime.drafters.fallback import FallbackDrafter
@@ -46,7 +48,7 @@ class Opening:
 
     `method`: as the user says it. `variant`: the target's, by the user's choice (None: the first), `precision` its own.
     `most`: nodes of a proposal. `width`: positions of the target's narrowest pass. `open`: a graph's engine and the
-    positions of its narrowest pass. `open_heads`: heads.
+    positions of its narrowest pass. `open_heads`: heads. `controller`: of adaptive drafts.
     """
 
     method: str
@@ -59,11 +61,12 @@ class Opening:
     width: int
     open: Callable[[ModelSpec, Variant], tuple[Engine, int]]
     open_heads: Callable[[MedusaDrafter], Heads]
+    controller: Controller | None = None
 
-    def shape(self, accuracies: Sequence[Sequence[float]] = (), threshold: float | None = None) -> Shape:
-        """The shape of grown trees; `accuracies`, `threshold`: as measured of the draft (`SpeculativeConfig.shape`)."""
+    def shape(self, accuracies: Sequence[Sequence[float]] = ()) -> Shape:
+        """The shape of grown trees; `accuracies`: as measured of the draft (`SpeculativeConfig.shape`)."""
         default = drafters.TREE_TOKENS if self.config.branches else drafters.MODEL_TOKENS
-        return self.config.shape(min(default, self.most), accuracies, threshold)
+        return self.config.shape(min(default, self.most), accuracies)
 
     @property
     def ranked(self) -> bool:
@@ -76,12 +79,20 @@ def open_drafter(record: Record, opening: Opening, before: Record | None = None)
 
     Raises `BundleError`, `EngineError` or `RequestError`.
     """
-    second = _OPENERS[type(record)](record, opening)
+    own: Callable[[CachedModel], Any] = _OPENERS[type(record)](record, opening)
+    controller = opening.controller
+    if controller is not None:
+        lookup = record if before is None else before
+        free = _lookup(lookup, opening) if isinstance(lookup, NgramDrafter) else None
+        costly = None if isinstance(record, NgramDrafter) else own
+        return lambda target: AdaptiveDrafter(
+            controller, free(target) if free else None, costly(target) if costly else None, opening.most
+        )
     if before is None:
-        return second
+        return own
     assert isinstance(before, NgramDrafter), "the drafter that can find nothing"
     first = _lookup(before, opening, sure=True)
-    return lambda target: FallbackDrafter(first(target), second(target))
+    return lambda target: FallbackDrafter(first(target), own(target))
 
 
 def check_backend(method: str, record: Record | None, backend: str) -> None:
@@ -106,10 +117,12 @@ def pick_variant(model: Model, name: str | None = None) -> Variant:
     return model.variants[name or next(iter(model.variants))]
 
 
-def _lookup(record: NgramDrafter, opening: Opening, *, sure: bool = False) -> Maker:
+def _lookup(record: NgramDrafter, opening: Opening, *, sure: bool = False) -> Callable[[CachedModel], Lookup]:
     """`sure`: only matches that are kept more often than what another drafter would propose."""
     config, threshold = opening.config, opening.config.confidence_threshold
-    if threshold is None:
+    if config.adaptive:
+        threshold = 0.0  # the plan says how far
+    elif threshold is None:
         threshold = drafters.NGRAM_THRESHOLDS.get(opening.precision, drafters.NGRAM_THRESHOLD)
     return lambda target: Lookup(
         config.num_speculative_tokens or min(drafters.NGRAM_TOKENS, opening.most),
@@ -145,11 +158,10 @@ def _first_layers(record: LayerSkipDrafter, opening: Opening) -> Maker:
 def _eagle(record: EagleDrafter, opening: Opening) -> Maker:
     engine, width = opening.open(record.model.spec, pick_variant(record.model, opening.variant))
     ids = _ids(record.ids, record.model.spec.logits_size, opening)
-    threshold = drafters.EAGLE_THRESHOLDS.get(opening.precision, drafters.EAGLE_THRESHOLD)
 
     def make(target: CachedModel) -> Drafter:
         model = CachedModel(engine, max_rows=target.max_rows, min_width=width)
-        return Eagle(model, target, opening.shape(threshold=threshold), record.taps, ids, deterministic=opening.ranked)
+        return Eagle(model, target, opening.shape(), record.taps, ids, deterministic=opening.ranked)
 
     return make
 
