@@ -24,6 +24,9 @@ WEAK = 0.5  # tokens of a free draft that are given up to try another
 LONGEST_SILENCE = 64  # rounds after which a drafter that did not pay is tried again, at most
 
 
+_CURVE = (0, 0)  # in place of a size, for what was known at load
+
+
 class PassTimes:
     """Milliseconds of a pass by rows and width: a curve over the tokens of a pass, and what passes then really took.
 
@@ -36,7 +39,7 @@ class PassTimes:
         self._tokens = sorted(curve)
         self._ms = [curve[count] for count in self._tokens]
         self._pace = 1.0
-        self._paces = deque([1.0] * trust, maxlen=STEADY)
+        self._recent = deque([(_CURVE, 1.0)] * trust, maxlen=STEADY)  # sizes of passes, and the pace that each shows
         self._cells: dict[tuple[int, int], tuple[float, float, int]] = {}  # weight, sum of ratios, when
         self._now = 0
 
@@ -50,10 +53,11 @@ class PassTimes:
         """Learn what a pass took."""
         key, curve = (rows, width), self._curve(rows * width)
         self._now += 1
-        self._paces.append(ms / (curve * self._ratio(key)))
-        self._pace = median(self._paces)
-        weight, total = self._weighed(key)
-        self._cells[key] = (weight + 1, total + min(max(ms / (curve * self._pace), 0.5), 2.0), self._now)
+        self._recent.append((key, ms / (curve * self._ratio(key))))
+        self._pace = median(pace for _, pace in self._recent)
+        if any(other not in (key, _CURVE) for other, _ in self._recent):  # else the machine's pace and the size's own look the same
+            weight, total = self._weighed(key)
+            self._cells[key] = (weight + 1, total + min(max(ms / (curve * self._pace), 0.5), 2.0), self._now)
 
     def _whole(self, rows: int, width: int) -> float:
         return self._curve(rows * width) * self._pace * self._ratio((rows, width))

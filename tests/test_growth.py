@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from specdec.engines.errors import RequestError
+from specdec.runtime.drafters.adaptive import AdaptiveDrafter
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.drafters.fallback import FallbackDrafter
 from specdec.runtime.drafters.growth import DynamicShape, GrowingTree, Shape, StaticShape
@@ -21,6 +22,7 @@ from specdec.runtime.drafters.ngram import NgramDrafter
 from specdec.runtime.request import Row
 from specdec.runtime.sampling import softmax
 from specdec.runtime.tree import ROOT, TokenTree
+from support.drafters import steady_controller
 from support.enumeration import Context, ExactPipeline, Joint, ScriptedDice, outcomes, path_text, plain_texts, rng_at
 from support.fake_engine import FakeEngine, fake_spec
 from support.rows import WatchedModel, greedy, make_row, make_scheduler, run
@@ -292,6 +294,9 @@ GENERATIONS: dict[str, Callable[[], Drafter | None]] = {
     "tree of a narrow draft": lambda: small_model(StaticShape([[0], [1], [0, 0]]), vocab=2),
     "prompt lookup": lambda: NgramDrafter(3, 1, 3, threshold=0.15, always=True),
     "branching prompt lookup": lambda: NgramDrafter(4, 1, 3, threshold=0.15, always=True, branching=True),
+    "a controller's plans": lambda: AdaptiveDrafter(
+        steady_controller(), NgramDrafter(2, 1, 2, threshold=0.0, always=True), small_model(StaticShape.chain(2)), 2
+    ),
     "prompt lookup, else a draft": lambda: FallbackDrafter(
         NgramDrafter(2, 1, 2, threshold=0.15, always=False), small_model(StaticShape.chain(2))
     ),

@@ -119,7 +119,7 @@ def test_a_stop_string_inside_an_accepted_block_ends_the_text(kind: str) -> None
 
 
 SAMPLED = [
-    *("ngram", "other", "other tree", "other dynamic", "skip", "skip dynamic"),
+    *("ngram", "other", "other tree", "other dynamic", "skip", "skip dynamic", "adaptive other"),
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("self", "narrow", "ngram tree", "other top")),
 ]
 

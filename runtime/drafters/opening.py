@@ -85,8 +85,9 @@ def open_drafter(record: Record, opening: Opening, before: Record | None = None)
         lookup = record if before is None else before
         free = _lookup(lookup, opening) if isinstance(lookup, NgramDrafter) else None
         costly = None if isinstance(record, NgramDrafter) else own
+        most = min(drafters.NGRAM_TOKENS, opening.most)
         return lambda target: AdaptiveDrafter(
-            controller, free(target) if free else None, costly(target) if costly else None, opening.most
+            controller, free(target) if free else None, costly(target) if costly else None, most
         )
     if before is None:
         return own

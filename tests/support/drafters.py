@@ -1,7 +1,9 @@
-"""Every kind of drafter on the fake engine."""
+"""Every kind of drafter on the fake engine, and a controller whose plans do not depend on the clock."""
 
 from collections.abc import Callable
 
+from specdec.runtime.controller import Controller, PassTimes
+from specdec.runtime.drafters.adaptive import AdaptiveDrafter
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.drafters.growth import DynamicShape, StaticShape
 from specdec.runtime.drafters.layerskip import LayerSkipDrafter
@@ -14,6 +16,22 @@ from support.rows import WatchedModel
 VOCAB = 8
 
 
+class SteadyTimes(PassTimes):
+    """Times that no pass changes."""
+
+    def observe(self, rows: int, width: int, ms: float) -> None:
+        pass
+
+
+def steady_controller(
+    curve: dict[int, float] | None = None, level_ms: float = 0.05, least_width: int = 2
+) -> Controller:
+    """By default drafting is worth little more than it costs, so plans differ from round to round."""
+    controller = Controller(SteadyTimes(curve or {1: 1.0, 2: 1.05, 4: 1.3, 8: 2.4}, 1), least_width)
+    controller.levels = SteadyTimes({1: level_ms}, 1)
+    return controller
+
+
 def target(vocab: int = VOCAB, **options: object) -> FakeEngine:
     return FakeEngine(fake_spec(vocab), order=2, min_width=2, **options)
 
@@ -22,6 +40,12 @@ def drafter_of(
     kind: str, *, num_tokens: int = 3, max_rows: int = 4, vocab: int = VOCAB, sharpness: float = 2.0
 ) -> Drafter | Callable[[CachedModel], Drafter] | None:
     """`kind`: what drafts, and the form of its trees; a draft in the target's cache is made when there is one."""
+    if kind.startswith("adaptive"):
+        costly = drafter_of(kind.partition(" ")[2], num_tokens=num_tokens, max_rows=max_rows, vocab=vocab,
+                            sharpness=sharpness)  # fmt: skip
+        free = NgramDrafter(num_tokens, 1, 4, threshold=0.0, always=True)
+        make = costly if callable(costly) else lambda target: costly
+        return lambda target: AdaptiveDrafter(steady_controller(), free, make(target), num_tokens)
     name, _, form = kind.partition(" ")
     if name == "plain":
         return None
@@ -53,4 +77,5 @@ def drafter_of(
 
 TREES = ["ngram tree", "self tree", "other tree", "other stem", "narrow tree", "short stem", "other top",
          "self dynamic", "other dynamic", "skip tree", "skip stem", "skip dynamic"]  # fmt: skip
-KINDS = ["plain", "ngram", "self", "other", "narrow", "wide", "short", "layers", "skip", *TREES]
+ADAPTIVE = ["adaptive plain", "adaptive self", "adaptive other", "adaptive short", "adaptive skip"]
+KINDS = ["plain", "ngram", "self", "other", "narrow", "wide", "short", "layers", "skip", *TREES, *ADAPTIVE]
