@@ -55,7 +55,7 @@ class PassTimes:
         self._now += 1
         self._recent.append((key, ms / (curve * self._ratio(key))))
         self._pace = median(pace for _, pace in self._recent)
-        if any(other not in (key, _CURVE) for other, _ in self._recent):  # else the machine's pace and the size's own look the same
+        if any(other not in (key, _CURVE) for other, _ in self._recent):  # else its own ratio and the pace look alike
             weight, total = self._weighed(key)
             self._cells[key] = (weight + 1, total + min(max(ms / (curve * self._pace), 0.5), 2.0), self._now)
 
