@@ -31,6 +31,8 @@ from specdec.runtime.request import FinishReason, Prompt, RequestOutput, Row, Wa
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.text import Message, TextCodec
 
+PREFERRED = ("eagle", MEDUSA, "model", "layerskip")  # of a bundle's drafters, by `auto`: docs/performance.md
+
 Mode = Literal["exact", "fast"]
 Opener = Callable[[Path, ModelSpec, EngineConfig | None], Engine]
 HeadsOpener = Callable[[Path, HeadsSpec, EngineConfig | None], Heads]
@@ -190,7 +192,9 @@ class LLM:
     def _choose_method(self) -> str | None:
         method, known = self.speculative.method, self.manifest.methods()
         if method == "auto":
-            others = [name for name in known if name != NGRAM]
+            others = sorted(
+                self.manifest.drafters.keys() - {NGRAM}, key=lambda name: (PREFERRED.index(name.split(":")[0]), name)
+            )
             return "+".join([*([NGRAM] if NGRAM in known else []), *others[:1]]) or None
         if NGRAM in known:
             known += [f"{NGRAM}+{other}" for other in known if other != NGRAM]

@@ -39,6 +39,7 @@ PROPOSALS = GROWTH + "test_proposals_are_those_of_the_drafts_definition"
 GREEDY_TREES = GROWTH + "test_greedy_trees_give_the_targets_own_text"
 OWN_DRAFT = GROWTH + "test_the_target_as_its_own_draft_is_accepted_to_the_last_token"
 GENERATIONS = GROWTH + "test_generations_are_distributed_as_plain_decoding"
+CONTINUOUS, PLANS = "tests/test_continuous.py::", "tests/test_controller.py::"
 MEDUSA = "tests/test_medusa.py::"
 HEADS = MEDUSA + "test_proposals_are_those_of_the_heads_definition"
 KNOWING = MEDUSA + "test_heads_that_know_the_target_are_accepted_to_the_last_token"
@@ -211,11 +212,11 @@ MUTANTS = (
            "position=len(histories[0])", "position=len(row.tokens)", (PROPOSALS, OWN_DRAFT)),
     # EAGLE: pairs of features and tokens
     Mutant("eagle: features of the token before", "what a pair is fed with", "drafters/eagle.py",
-           "np.split(self._features[index], [max(len(row.tokens) - 2, 0)])",
-           "np.split(np.roll(self._features[index], 1, 0), [max(len(row.tokens) - 2, 0)])", EAGLES),
+           "np.split(self._features[index], [count])",
+           "np.split(np.roll(self._features[index], 1, 0), [count])", EAGLES),
     Mutant("eagle: pairs off by one", "the token of a pair", "drafters/eagle.py",
-           "self._model.prefill(index, row.tokens[1:-1], features)",
-           "self._model.prefill(index, row.tokens[:-2], features)", EAGLES),
+           "self._model.prefill(index, self._unseen(index, row)[:count], features)",
+           "self._model.prefill(index, [0, *self._unseen(index, row)][:count], features)", EAGLES),
     Mutant("eagle: own state not used", "deeper pairs", "drafters/eagle.py",
            "= self._states[index][parent]", "= 0", EAGLES),
     Mutant("eagle: state of the root everywhere", "deeper pairs", "drafters/eagle.py",
@@ -229,7 +230,7 @@ MUTANTS = (
     Mutant("eagle: no rollback", "pairs of what was drafted stay", "drafters/eagle.py",
            "        self._model.lens[index] -= self._drafted[index]\n", "", EAGLES[:1]),
     Mutant("eagle: features of what was kept are lost", "what a pair is fed with", "drafters/eagle.py",
-           "if self._fits(row) else taken[:0]", "* 0 if self._fits(row) else taken[:0]", EAGLES),
+           "if self._fits(row) else features[:0]", "* 0 if self._fits(row) else features[:0]", EAGLES),
     # Caches and rounds
     Mutant("accepted path not compacted", "the cache holds rejected branches", "kv.py",
            "if kept < len(nodes):", "if False:", (GREEDY_TREES, GENERATIONS + "[block-tree]")),
@@ -249,7 +250,7 @@ MUTANTS = (
            "max(0, drafted - 1 - sum(place == node for place, node in enumerate(kept[:drafted])))",
            (PROPOSALS + "[other draft-chain-greedy]",)),
     Mutant("logits of the first nodes are reported", "log-probabilities of trees", "scheduler.py",
-           "scored[list(kept)]", "scored[: len(kept)]",
+           "logits[list(kept)]", "logits[: len(kept)]",
            (GROWTH + "test_logprobs_of_trees_are_those_of_plain_decoding",)),
     Mutant("a block goes on after the end token", "the end of the text", "request.py",
            "            if self.finish_reason:\n                break\n", "", (GENERATIONS,)),
@@ -274,6 +275,25 @@ MUTANTS = (
     Mutant("a row that leaves takes the other's place", "whose proposal it was", "drafters/fallback.py",
            "        self._fell[index] = self._fell[-1]\n", "",
            (FALLBACK + "second_proposes_where_the_first_finds_nothing",)),
+    # Rows that join and leave, and plans
+    Mutant("a part of a prompt is taken for the whole", "a row runs before it is filled", "scheduler.py",
+           "row.held += len(part)", "row.held = len(row.prompt)",
+           (CONTINUOUS + "test_a_prompt_that_comes_in_parts_changes_no_text",)),
+    Mutant("buffers shrink too far", "slots of a row that stays", "kv.py",
+           "self._kv.resize(rows, capacity, used)", "self._kv.resize(rows, capacity, used - 1)",
+           (CONTINUOUS + "test_buffers_shrink_when_long_rows_have_left",)),
+    Mutant("an engine's failure is forgotten", "rows whose caches are unknown go on", "scheduler.py",
+           "            for row in rows:\n                row.fail(exc)\n            return\n", "            return\n",
+           (CONTINUOUS + "test_an_engine_that_fails_ends_the_rows_of_that_pass_and_no_others",)),
+    Mutant("a batch costs what a row costs", "when drafting pays", "controller.py",
+           "(rows + sum(free)) / self.times.ms(rows, base)", "(rows + sum(free)) / self.times.ms(1, base)",
+           (PLANS + "test_no_plan_is_better",)),
+    Mutant("drafting is free", "when another drafter pays", "controller.py",
+           "self.times.ms(rows, base) + depth * self.levels.ms(rows, 1)", "self.times.ms(rows, base)",
+           (PLANS + "test_no_plan_is_better", PLANS + "test_prices_are_the_time_of_a_level_at_the_expected_rate")),
+    Mutant("what was missed is not taken in", "the draft's cache after others drafted", "drafters/model.py",
+           "self._take_in(index, row, unseen - 1)", "self._take_in(index, row, unseen - 2)",
+           (PLANS + "test_a_draft_that_comes_back_after_long_has_its_cache_right",)),
     # Medusa heads
     Mutant("state of another token", "heads draft from too early a place", "drafters/medusa.py",
            "(index)[-1:, self._final]", "(index)[:1, self._final]",
@@ -282,7 +302,7 @@ MUTANTS = (
            "states[index] = new[0]", "states[index] = next(iter(states.values()), new[0])",
            (HEADS + "[chain-greedy-all ids]",)),
     Mutant("heads in reverse", "the last head drafts the first token", "drafters/medusa.py",
-           "for scored in logits:", "for scored in logits[::-1]:",
+           "trees[index], logits[level])", "trees[index], logits[-1 - level])",
            (HEADS + "[chain-greedy-all ids]", KNOWING)),
     Mutant("map of ids ignored", "a reduced vocabulary drafts other tokens", "drafters/medusa.py",
            "known[self._ids] =", "known[: len(self._ids)] =", (HEADS + "[chain-greedy-reduced]",)),
