@@ -34,6 +34,10 @@ class BusyError(SpecdecError):
     """Too many requests wait; the same request may succeed later."""
 
 
+class ClosedError(SpecdecError):
+    """A service drains or is closed, and takes no new requests."""
+
+
 class DeadEndError(RequestError):
     """The request's own terms leave no token possible at some position."""
 

@@ -29,10 +29,11 @@ class Stats:
     """What one request cost. Token counts are of emitted tokens: new_tokens = draft_tokens_accepted + bonus_tokens.
 
     `rounds`: target passes after the prompt. `bonus_tokens`: those that the target added itself, at most one a round.
-    Times are milliseconds of wall clock. `ttft_ms` runs from submission to the first token. Rounds split into target
-    engine, drafting, and host (packing, sampling, acceptance, text); rows of a batch share them. `proposed_at` and
-    `accepted_at`: rounds whose draft was so deep, and that kept so much of it, for depth 1, 2, ... `acceptance` is the
-    rule that sampled drafts are verified by, `lossless` whether the text is distributed as the target's own.
+    Times are milliseconds of wall clock. `queue_ms` runs from submission until a row was free, `ttft_ms` from
+    submission to the first token. Rounds split into target engine, drafting, and host (packing, sampling, acceptance,
+    text); rows of a batch share them. `proposed_at` and `accepted_at`: rounds whose draft was so deep, and that kept so
+    much of it, for depth 1, 2, ... `acceptance` is the rule that sampled drafts are verified by, `lossless` whether the
+    text is distributed as the target's own.
     """
 
     prompt_tokens: int = 0
@@ -41,6 +42,7 @@ class Stats:
     draft_tokens_proposed: int = 0
     draft_tokens_accepted: int = 0
     bonus_tokens: int = 0
+    queue_ms: float = 0.0
     ttft_ms: float = 0.0
     prefill_ms: float = 0.0
     target_ms: float = 0.0
@@ -104,7 +106,10 @@ class RequestOutput:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A running request. `bad_words`: those of `params`, as token ids. `watch` is called for every emitted token."""
+    """A running request. `bad_words`: those of `params`, as token ids. `watch` is called for every emitted token.
+
+    `submitted`: when it was made, in seconds of `perf_counter`.
+    """
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -124,7 +129,7 @@ class Row:
     pipeline: LogitsPipeline = field(init=False)
     dice: RandomDice = field(init=False)
     noise: PositionNoise | None = field(init=False)
-    _started: float = field(default_factory=perf_counter)
+    submitted: float = field(default_factory=perf_counter)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -195,7 +200,7 @@ class Row:
             self.finish_reason = self._end(token)
             if self.finish_reason:
                 break
-        self.stats.ttft_ms = self.stats.ttft_ms or (perf_counter() - self._started) * 1000
+        self.stats.ttft_ms = self.stats.ttft_ms or (perf_counter() - self.submitted) * 1000
         if self.finish_reason:
             self.stream.finish()
 

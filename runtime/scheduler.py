@@ -58,6 +58,16 @@ class Scheduler:
         """Whether any row waits or runs."""
         return bool(self._waiting or self._rows)
 
+    @property
+    def waiting(self) -> int:
+        """How many rows wait."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> Sequence[Row]:
+        """The rows that the target holds."""
+        return tuple(self._rows)
+
     def submit(self, row: Row) -> None:
         """Let `row` wait for its turn. Raises `RequestError` when it can never fit, `BusyError` when too many wait."""
         if self._budget is not None:
@@ -130,6 +140,7 @@ class Scheduler:
             if self._budget is not None and not self._budget.fits([*self._rows, self._waiting[0]]):
                 break
             row = self._waiting.popleft()
+            row.stats.queue_ms = (perf_counter() - row.submitted) * 1000
             self._target.add_row()
             self._rows.append(row)
             if self._drafter:

@@ -109,6 +109,11 @@ def reads_hidden(record: Record | None) -> bool:
     return isinstance(record, EagleDrafter | MedusaDrafter)
 
 
+def own_caches(record: Record | None) -> list[ModelSpec]:
+    """Shapes of the models whose cache this drafter needs beside the target's."""
+    return [record.model.spec] if isinstance(record, ModelDrafter | EagleDrafter) else []
+
+
 def pick_variant(model: Model, name: str | None = None) -> Variant:
     """Return the variant of this name, or the first."""
     if not model.variants:
