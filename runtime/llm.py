@@ -8,14 +8,13 @@ This module wires bundle, engines, drafter and scheduler together; the algorithm
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from specdec.engines.base import Engine, Heads
+from specdec.engines.base import Engine, Heads, capacity_bucket
 from specdec.engines.contract import HeadsSpec, ModelSpec
 from specdec.engines.costs import cost_curve
 from specdec.engines.errors import RequestError
@@ -23,12 +22,21 @@ from specdec.engines.manifest import BLOCKWISE, MEDUSA, NGRAM, MedusaDrafter, Va
 from specdec.engines.registry import EngineConfig, open_engine, open_heads, with_plans
 from specdec.runtime.config import SpeculativeConfig
 from specdec.runtime.controller import CURVE_TRUST, Controller, PassTimes
-from specdec.runtime.drafters.opening import Maker, Opening, check_backend, open_drafter, pick_variant, reads_hidden
+from specdec.runtime.delivery import Delta
+from specdec.runtime.drafters.opening import (
+    Maker,
+    Opening,
+    check_backend,
+    open_drafter,
+    own_caches,
+    pick_variant,
+    reads_hidden,
+)
 from specdec.runtime.grammar import GrammarCompiler
-from specdec.runtime.kv import CachedModel
+from specdec.runtime.kv import CachedModel, KVBudget
 from specdec.runtime.params import SamplingParams
-from specdec.runtime.request import FinishReason, Prompt, RequestOutput, Row, Watch, as_batch
-from specdec.runtime.scheduler import Scheduler
+from specdec.runtime.request import Prompt, RequestOutput, Row, Watch, as_batch
+from specdec.runtime.scheduler import PREFILL_TOKENS, Scheduler
 from specdec.runtime.text import Message, TextCodec
 
 PREFERRED = ("eagle", MEDUSA, "model", "layerskip")  # of a bundle's drafters, by `auto`: docs/performance.md
@@ -36,16 +44,6 @@ PREFERRED = ("eagle", MEDUSA, "model", "layerskip")  # of a bundle's drafters, b
 Mode = Literal["exact", "fast"]
 Opener = Callable[[Path, ModelSpec, EngineConfig | None], Engine]
 HeadsOpener = Callable[[Path, HeadsSpec, EngineConfig | None], Heads]
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What a round added to one answer. `output` is set on the last one."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    output: RequestOutput | None
 
 
 class LLM:
@@ -103,6 +101,7 @@ class LLM:
         self._heads_opener = heads_opener
         self._target, self._width = self._open(self.manifest.target.spec, target)
         self._keeps_hidden = reads_hidden(record)
+        self._cached = [self.spec, *own_caches(record)]
         self._draft: Maker | None = None
         self.controller: Controller | None = None
         if record is not None and self.speculative.adaptive:
@@ -185,9 +184,7 @@ class LLM:
                 continue  # a part of the prompt
             if row.error:
                 raise row.error
-            reason = row.finish_reason
-            text = row.stream.delta(last=reason is not None)
-            yield Delta(text, tuple(row.tokens[known:]), reason, row.output() if reason else None)
+            yield Delta.since(row, known)
 
     def _choose_method(self) -> str | None:
         method, known = self.speculative.method, self.manifest.methods()
@@ -213,7 +210,10 @@ class LLM:
         self._heads = self._heads_opener(self.bundle / record.graph, record.spec, self._engine_config)
         return self._heads
 
-    def _scheduler(self, requests: int) -> Scheduler:
+    def _scheduler(
+        self, requests: int, *, prefill_tokens: int = PREFILL_TOKENS, budget: KVBudget | None = None
+    ) -> Scheduler:
+        """A scheduler with a row for each of `requests`, or as many as the engines take."""
         rows = min(requests, self.manifest.limits.max_batch)
         target = CachedModel(
             self._target,
@@ -222,7 +222,15 @@ class LLM:
             keeps_hidden=self._keeps_hidden,
             times=self.controller.times if self.controller else None,
         )
-        return Scheduler(target, self._draft(target) if self._draft else None)
+        drafter = self._draft(target) if self._draft else None
+        return Scheduler(target, drafter, prefill_tokens=prefill_tokens, budget=budget)
+
+    def _budget(self, rows: int, limit: int | None) -> KVBudget:
+        """`limit` bytes for all caches; None: what `rows` rows take that fill their contexts."""
+        limits = self.manifest.limits
+        slots = capacity_bucket(limits.max_length + limits.max_tree)
+        most = sum(spec.kv_bytes(rows, slots) for spec in self._cached)
+        return KVBudget(most if limit is None else limit, self._cached, limits.max_tree)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
