@@ -11,7 +11,16 @@ import pytest
 
 import specdec.runtime as api
 from specdec.engines.errors import BundleError, RequestError
-from specdec.runtime import LLM, EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutputsParams, kv
+from specdec.runtime import (
+    LLM,
+    AsyncLLM,
+    EngineConfig,
+    SamplingParams,
+    SpeculativeConfig,
+    Stream,
+    StructuredOutputsParams,
+    kv,
+)
 from specdec.runtime.drafters.ngram import NgramDrafter
 from specdec.runtime.llm import Mode
 from specdec.runtime.request import Stats
@@ -518,9 +527,11 @@ def test_the_watcher_sees_every_emitted_token(plain: LLM) -> None:
 
 
 def test_the_public_names_are_these() -> None:
-    names = ["LLM", "Delta", "EngineConfig", "Logprob", "RequestOutput", "SamplingParams", "SpeculativeConfig", "Stats",
-             "StructuredOutputsParams"]  # fmt: skip
+    names = ["LLM", "AsyncLLM", "Delta", "EngineConfig", "Logprob", "Metrics", "RequestOutput", "SamplingParams",
+             "SpeculativeConfig", "Stats", "Stream", "StructuredOutputsParams"]  # fmt: skip
     assert sorted(api.__all__) == sorted(names)
     assert [name for name in vars(LLM) if not name.startswith("_")] == [
         "spec", "generate", "stream", "chat_prompt", "close",
     ]  # fmt: skip
+    assert [name for name in vars(AsyncLLM) if not name.startswith("_")] == ["submit", "generate", "drain", "aclose"]
+    assert [name for name in vars(Stream) if not name.startswith("_")] == ["cancel", "result", "aclose"]
