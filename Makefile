@@ -64,4 +64,4 @@ engines: $(STAMP) models
 
 clean:
 	rm -rf $(VENV) build dist specdec.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find engines export runtime tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find engines examples export runtime tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -64,7 +64,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in FOLDERS:
+    for name in (*FOLDERS, "examples"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     checked(sys.executable, "-m", "build", "--wheel", "--outdir", folder, source, cwd=folder)
     (built,) = folder.glob("*.whl")
@@ -114,6 +114,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
             assert f"specdec/{path.relative_to(ROOT).as_posix()}" in names
     for package in packages_on_disk():
         assert f"{package.replace('.', '/')}/py.typed" in names
+    assert not [name for name in names if "examples" in name or "fastapi" in name]
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
 
