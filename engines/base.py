@@ -5,11 +5,12 @@ An engine holds weights and no conversation: all state of a row is in `KVBuffers
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from specdec.engines.contract import Chunk, FloatArray, HeadsSpec, IntArray, ModelSpec
+from specdec.engines.errors import ContractError
 
 
 def capacity_bucket(slots: int) -> int:
@@ -19,6 +20,14 @@ def capacity_bucket(slots: int) -> int:
     """
     step = 128 if slots <= 1024 else 512
     return -(-slots // step) * step
+
+
+def check_slots(data: np.ndarray, shape: tuple[int, int, int, int], dtype: np.dtype[Any]) -> None:
+    """Raise `ContractError` unless `data` is of `dtype` and `shape` [2 * layers, H_kv, C, D], with C slots at most."""
+    layers, heads, capacity, size = shape
+    fits = data.ndim == 4 and data.shape[2] <= capacity and data.shape == (layers, heads, data.shape[2], size)
+    if not fits or data.dtype != dtype:
+        raise ContractError(f"slots {list(data.shape)} of {data.dtype} do not fit into a row {list(shape)} of {dtype}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,18 @@ class KVBuffers(Protocol):
         ...
 
     def read(self, row: int, used: int) -> np.ndarray:
-        """Copy of row `row`'s slots below `used`: [2 * layers, H_kv, used, D]; for checks, not for the hot path."""
+        """Copy of row `row`'s slots below `used`: [2 * layers, H_kv, used, D], a layer's keys before its values.
+
+        In the cache's own dtype; bfloat16, which numpy lacks, as its bits (uint16). Not for every pass: it may go
+        through the host.
+        """
+        ...
+
+    def write(self, row: int, data: np.ndarray) -> None:
+        """Put `data`, as `read` gave it here or of other buffers of this engine, into the first slots of row `row`.
+
+        Slots behind them stay. Raises `ContractError` when shape or dtype are not this cache's.
+        """
         ...
 
 

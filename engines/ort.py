@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import onnxruntime as ort  # noqa: TID253 - this module is the ONNX Runtime boundary, imported only by the registry
 
-from specdec.engines.base import Capabilities, KVBuffers
+from specdec.engines.base import Capabilities, KVBuffers, check_slots
 from specdec.engines.contract import (
     CHUNK_INPUTS,
     FEATURES,
@@ -151,6 +151,15 @@ class OrtKV:
     def read(self, row: int, used: int) -> np.ndarray:
         """See `KVBuffers.read`."""
         return np.stack([self._memory.read(index)[row, :, :used] for index in range(2 * self.layers)])
+
+    def write(self, row: int, data: np.ndarray) -> None:
+        """See `KVBuffers.write`."""
+        _, heads, capacity, size = self._memory.shape
+        check_slots(data, (2 * self.layers, heads, capacity, size), self._memory.dtype)
+        for index, slots in enumerate(data):
+            array = self._memory.read(index)
+            array[row, :, : data.shape[2]] = slots
+            self._memory.write(index, array)
 
     def view(self, index: int, first_row: int) -> int:
         """Address of row `first_row` of buffer `index`."""

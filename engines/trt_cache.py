@@ -8,6 +8,7 @@ import itertools
 
 import numpy as np
 
+from specdec.engines.base import check_slots
 from specdec.engines.contract import ITEMSIZE, FloatArray, IntArray, ModelSpec
 from specdec.engines.cuda import Cuda, DeviceMemory, PinnedMemory
 from specdec.engines.errors import EngineError
@@ -25,6 +26,7 @@ class TrtKV:
         self._head = self._slot * plan.capacity
         self._row = self._head * spec.num_kv_heads
         self._count = 2 * spec.num_layers
+        self._dtype = np.dtype("uint16" if spec.dtype == "bfloat16" else spec.dtype)  # as the host sees it
         self._memory, self._rows = self._zeros(rows), rows
         self._pinned: PinnedMemory | None = None
         self.number = next(self._numbers)  # names this allocation: another one has another number
@@ -85,17 +87,25 @@ class TrtKV:
         raise EngineError(f"a TensorRT engine does not share its cache with one of {layers} layers: use backend ort")
 
     def read(self, row: int, used: int) -> np.ndarray:
-        """See `KVBuffers.read`; a bfloat16 cache comes as float32, which holds it exactly."""
-        shape = (self._count, self._spec.num_kv_heads, used, self._spec.head_dim)
-        raw = np.empty(shape, f"u{ITEMSIZE[self._spec.dtype]}")
-        for index in range(self._count):
-            part, heads = raw[index], self._spec.num_kv_heads
-            width = used * self._slot
-            self._cuda.copy_rows(part.ctypes.data, width, self.view(index, row), self._head, width, heads)
+        """See `KVBuffers.read`."""
+        data = np.empty((self._count, self._spec.num_kv_heads, used, self._spec.head_dim), self._dtype)
+        width = used * self._slot
+        for index, part in enumerate(data):
+            self._cuda.copy_rows(
+                part.ctypes.data, width, self.view(index, row), self._head, width, self._spec.num_kv_heads
+            )
         self._cuda.synchronize()
-        if self._spec.dtype == "bfloat16":
-            return (raw.astype(np.uint32) << 16).view(np.float32)
-        return raw.view(self._spec.dtype)
+        return data
+
+    def write(self, row: int, data: np.ndarray) -> None:
+        """See `KVBuffers.write`."""
+        check_slots(data, (self._count, self._spec.num_kv_heads, self.capacity, self._spec.head_dim), self._dtype)
+        data, width = np.ascontiguousarray(data), data.shape[2] * self._slot
+        for index, part in enumerate(data):
+            self._cuda.copy_rows(
+                self.view(index, row), self._head, part.ctypes.data, width, width, self._spec.num_kv_heads
+            )
+        self._cuda.synchronize()
 
     def view(self, index: int, first_row: int) -> int:
         """Address of row `first_row` of buffer `index`."""

@@ -120,6 +120,38 @@ def test_a_moved_row_goes_on_where_it_was(engine: OrtEngine) -> None:
     assert np.array_equal(kv.read(0, 8), kv.read(1, 8))
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_what_is_read_can_be_written_to_any_row_of_any_buffers(engine: OrtEngine, device: str) -> None:
+    line = tokens((2, 12))
+    whole = engine.step(chain(line, [0, 0]), engine.allocate(2, 256))[:, 8:].copy()
+    source, kv = engine.allocate(2, 256), engine.allocate(3, 128)
+    owners = kv._memory.host
+    if device == "gpu":  # buffers that only copies of can be had, as on a GPU
+        kv._memory.host = []
+    engine.step(chain(line, [0, 0]), source)
+    engine.step(chain(tokens((3, 20), 1), [0, 0, 0]), kv)
+    before = [kv.read(row, 128) for row in range(3)]
+    saved = source.read(1, 12)
+    kv.write(2, saved[:, :, :8])
+    assert all(array.flags.owndata for array in owners)
+    assert np.array_equal(kv.read(2, 8), saved[:, :, :8])
+    assert np.array_equal(kv.read(2, 128)[:, :, 8:], before[2][:, :, 8:]), "slots behind stay"
+    assert all(np.array_equal(kv.read(row, 128), before[row]) for row in range(2)), "other rows stay"
+    assert np.array_equal(engine.step(chain(line[1:, 8:], [8]), kv, first_row=2), whole[1:])
+    kv.first_layers(1).write(0, saved[:2])
+    assert np.array_equal(kv.read(0, 12)[:2], saved[:2])
+    assert np.array_equal(kv.read(0, 12)[2:], before[0][2:, :, :12]), "layers that it does not have stay"
+
+
+def test_slots_of_another_cache_are_refused(engine: OrtEngine) -> None:
+    kv = engine.allocate(1, 128)
+    saved = kv.read(0, 12)
+    for other in (saved[:2], saved[:, :1], saved[..., :1], saved[0], saved.astype(np.float16), kv.read(0, 128)):
+        wrong = np.concatenate([other, other], 2) if other.shape[-2] == 128 else other
+        with pytest.raises(ContractError, match=r"slots \[.*\] of float\d+ do not fit into a row \[.*\] of float32"):
+            kv.write(0, wrong)
+
+
 def test_nbytes_is_what_the_contract_computes(engine: OrtEngine) -> None:
     kv = engine.allocate(2, 256)
     assert kv.nbytes == engine.spec.kv_bytes(2, 256) == sum(array.nbytes for array in kv._memory.host)
@@ -291,3 +323,5 @@ def test_cuda_agrees_with_the_cpu_in_place_and_ragged(graph: tuple[Path, ModelSp
         kv.move_row(1, 2, 6)
         results.append(each.step(chain(line[:, 6:], [6, 6]), kv).copy())
     assert np.abs(results[0] - results[1]).max() < 1e-3
+    kv.write(0, saved := kv.read(1, 12))
+    assert np.array_equal(kv.read(0, 12), saved)

@@ -258,16 +258,34 @@ def test_a_plan_that_does_not_load(tmp_path: Path, oracle: Engine) -> None:
         TrtEngine(tmp_path / "no.plan", plan_for(oracle.spec), oracle.spec, None, Cuda(FakeCuda()), "fake")
 
 
-def test_a_bfloat16_cache_is_read_as_float32(oracle: Engine) -> None:
-    spec = msgspec.structs.replace(oracle.spec, dtype="bfloat16")
+@pytest.mark.parametrize(("dtype", "seen"), [("float32", "float32"), ("float16", "float16"), ("bfloat16", "uint16")])
+def test_what_is_read_can_be_written_bit_for_bit(oracle: Engine, dtype: str, seen: str) -> None:
+    """NaNs as well; bfloat16, which numpy lacks, comes as its bits."""
+    spec = msgspec.structs.replace(oracle.spec, dtype=dtype)
     fake = FakeCuda()
-    kv = TrtKV(Cuda(fake), spec, plan_for(spec), 2)
+    kv = TrtKV(Cuda(fake), spec, plan_for(spec), 3)
     (block,) = fake.blocks.values()
-    block.view(np.uint16)[:] = 0x3FC0  # 1.5
     assert kv.nbytes == len(block)
-    found = kv.read(1, 3)
-    assert found.dtype == np.float32
-    assert (found == 1.5).all()
+    block[:] = np.random.default_rng(0).integers(0, 256, len(block))
+    before = [kv.read(row, kv.capacity).tobytes() for row in range(3)]
+    saved = kv.read(1, 30)
+    assert saved.dtype == seen
+    kv.write(2, saved[:, :, :20])
+    assert kv.read(2, 20).tobytes() == saved[:, :, :20].tobytes()
+    assert kv.read(2, kv.capacity)[:, :, 20:].tobytes() == np.frombuffer(before[2], seen).reshape(
+        *saved.shape[:2], -1, saved.shape[3]
+    )[:, :, 20:].tobytes(), "slots behind stay"  # fmt: skip
+    assert [kv.read(row, kv.capacity).tobytes() for row in range(2)] == before[:2], "other rows stay"
+    for other in (saved[:2], saved.view("i1"), np.concatenate([saved] * 30, 2)):
+        with pytest.raises(ContractError, match="do not fit into a row"):
+            kv.write(0, other)
+
+
+def test_a_row_goes_on_from_what_another_buffer_held(made: Made) -> None:
+    line, source, kv = tokens((1, 12)), made.engine.allocate(1, 640), made.engine.allocate(3, 640)
+    whole = made.engine.step(chain(line, [0]), source)[:, 8:].copy()
+    kv.write(2, source.read(0, 8))
+    assert np.array_equal(made.engine.step(chain(line[:, 8:], [8]), kv, 2), whole)
 
 
 # Which plan, and what has to be here for it.

@@ -164,6 +164,8 @@ def test_a_tables_cache_holds_texts(engine: Engine) -> None:
     kv.move_row(0, 1, 3)
     kv.resize(3, 32, 3)
     assert kv.read(1, 3).ravel().tolist() == [1, 3, 4]
+    kv.write(2, kv.read(1, 3)[:, :, :2])
+    assert kv.read(2, 3).ravel().tolist() == [1, 3, -1]
     assert (kv.rows, kv.capacity) == (3, 32)
 
 

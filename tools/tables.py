@@ -160,6 +160,11 @@ class TableKV:
         """See `KVBuffers.read`."""
         return self.tokens[row, :used][None, None, :, None].copy()
 
+    def write(self, row: int, data: np.ndarray) -> None:
+        """See `KVBuffers.write`; what lay behind is gone."""
+        self.tokens[row] = -1
+        self.tokens[row, : data.shape[2]] = data[0, 0, :, 0]
+
 
 class Book:
     """Texts by number, 1, 2, ...: what stands for hidden states, so that each tells which text it was left at."""

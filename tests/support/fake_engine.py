@@ -78,7 +78,13 @@ class FakeKV:
         return self
 
     def read(self, row: int, used: int) -> np.ndarray:
-        return self.tokens[row, :used][None, None, :, None].copy()
+        """Tokens where keys would be, and their states where values would be."""
+        assert (self.state[row, :used] == WRITTEN).all(), f"row {row} is read where it was never written"
+        return np.stack([self.tokens[row, :used], self.state[row, :used]])[:, None, :, None]
+
+    def write(self, row: int, data: np.ndarray) -> None:
+        self.state[row] = STALE
+        self.tokens[row, : data.shape[2]], self.state[row, : data.shape[2]] = data[:, 0, :, 0]
 
 
 @dataclass
