@@ -35,6 +35,7 @@ from specdec.runtime.drafters.opening import (
 from specdec.runtime.grammar import GrammarCompiler
 from specdec.runtime.kv import CachedModel, KVBudget
 from specdec.runtime.params import SamplingParams
+from specdec.runtime.prefixes import PrefixStore
 from specdec.runtime.request import Prompt, RequestOutput, Row, Watch, as_batch
 from specdec.runtime.scheduler import PREFILL_TOKENS, Scheduler
 from specdec.runtime.text import Message, TextCodec
@@ -43,6 +44,7 @@ PREFERRED = ("eagle", MEDUSA, "model", "layerskip")  # of a bundle's drafters, b
 
 Mode = Literal["exact", "fast"]
 Opener = Callable[[Path, ModelSpec, EngineConfig | None], Engine]
+PREFIX_BYTES = 256 * 2**20  # 5,800 tokens of a model of 135M parameters in fp32
 HeadsOpener = Callable[[Path, HeadsSpec, EngineConfig | None], Heads]
 
 
@@ -55,6 +57,9 @@ class LLM:
     where the variant's invariance gate passed, the engine is the one that it ran on (ONNX Runtime on the CPU) and
     drafts are chains, else `fast`.
     `verify`: compare every file's SHA-256 with the manifest (about a second per GB).
+    `prefix_bytes`: most memory for the caches of texts that have ended, for prompts that begin alike: a chat's earlier
+    turns and a system prompt are computed once, by whichever call comes first; 0: nothing is kept. `prefixes` counts.
+    The same bits in `exact`; in `fast` see `Scheduler`.
     `opener` and `heads_opener`: how a graph becomes an engine; for tests and for `specdec-verify`.
     `watch`: called for every emitted token with all tokens before it and the logits that it was chosen from.
 
@@ -70,6 +75,7 @@ class LLM:
         mode: Mode | None = None,
         engine: EngineConfig | None = None,
         verify: bool = True,
+        prefix_bytes: int = PREFIX_BYTES,
         opener: Opener = open_engine,
         heads_opener: HeadsOpener = open_heads,
         watch: Watch | None = None,
@@ -86,6 +92,8 @@ class LLM:
             verify_files(self.bundle, self.manifest)
         target = pick_variant(self.manifest.target, variant)
         exact = target.invariance.exact
+        if prefix_bytes < 0:
+            raise RequestError(f"prefix_bytes must be 0 (nothing is kept) or more, not {prefix_bytes}")
         if mode == "exact" and not exact:
             raise RequestError(f"{target.precision} failed its invariance gate at export: mode exact is not to be had")
         if mode == "exact" and self.speculative.branches:
@@ -94,6 +102,7 @@ class LLM:
         check_backend(self.method or "", record, self._engine_config.backend)
         earned = exact and self._engine_config.is_gated and not self.speculative.branches
         self.mode: Mode = mode or ("exact" if earned else "fast")
+        self.prefixes = PrefixStore(prefix_bytes) if prefix_bytes else None
         self.watch = watch
         self.text = TextCodec(self.bundle, self.manifest.tokenizer)
         self._engines: dict[str, Engine] = {}
@@ -223,7 +232,7 @@ class LLM:
             times=self.controller.times if self.controller else None,
         )
         drafter = self._draft(target) if self._draft else None
-        return Scheduler(target, drafter, prefill_tokens=prefill_tokens, budget=budget)
+        return Scheduler(target, drafter, prefill_tokens=prefill_tokens, budget=budget, prefixes=self.prefixes)
 
     def _budget(self, rows: int, limit: int | None) -> KVBudget:
         """`limit` bytes for all caches; None: what `rows` rows take that fill their contexts."""

@@ -28,15 +28,16 @@ Watch = Callable[[Sequence[int], FloatArray], None]  # (all tokens before an emi
 class Stats:
     """What one request cost. Token counts are of emitted tokens: new_tokens = draft_tokens_accepted + bonus_tokens.
 
-    `rounds`: target passes after the prompt. `bonus_tokens`: those that the target added itself, at most one a round.
-    Times are milliseconds of wall clock. `queue_ms` runs from submission until a row was free, `ttft_ms` from
-    submission to the first token. Rounds split into target engine, drafting, and host (packing, sampling, acceptance,
-    text); rows of a batch share them. `proposed_at` and `accepted_at`: rounds whose draft was so deep, and that kept so
-    much of it, for depth 1, 2, ... `acceptance` is the rule that sampled drafts are verified by, `lossless` whether the
-    text is distributed as the target's own.
+    `reused_tokens`: of the prompt, those whose cache an earlier text left. `rounds`: target passes after the prompt.
+    `bonus_tokens`: those that the target added itself, at most one a round. Times are milliseconds of wall clock.
+    `queue_ms` runs from submission until a row was free, `ttft_ms` from submission to the first token. Rounds split into
+    target engine, drafting, and host (packing, sampling, acceptance, text); rows of a batch share them. `proposed_at` and
+    `accepted_at`: rounds whose draft was so deep, and that kept so much of it, for depth 1, 2, ... `acceptance` is the
+    rule that sampled drafts are verified by, `lossless` whether the text is distributed as the target's own.
     """
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     new_tokens: int = 0
     rounds: int = 0
     draft_tokens_proposed: int = 0
@@ -85,9 +86,10 @@ class Stats:
 
     def as_dict(self) -> dict[str, float | str | list[float]]:
         """Return the figures under the names of the command line's JSON."""
-        names = ("prompt_tokens", "new_tokens", "rounds", "draft_tokens_proposed", "draft_tokens_accepted",
-                 "bonus_tokens", "mean_accepted_length", "acceptance_rate", "ttft_ms", "tokens_per_second",
-                 "prefill_ms", "target_ms", "draft_ms", "host_ms", "acceptance", "lossless")  # fmt: skip
+        names = ("prompt_tokens", "reused_tokens", "new_tokens", "rounds", "draft_tokens_proposed",
+                 "draft_tokens_accepted", "bonus_tokens", "mean_accepted_length", "acceptance_rate", "ttft_ms",
+                 "tokens_per_second", "prefill_ms", "target_ms", "draft_ms", "host_ms", "acceptance",
+                 "lossless")  # fmt: skip
         found = {name: round(value, 4) if isinstance(value := getattr(self, name), float) else value for name in names}
         return found | {"acceptance_by_position": [round(share, 4) for share in self.acceptance_by_position]}
 

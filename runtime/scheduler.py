@@ -2,8 +2,8 @@
 
 Rows wait until one of the target's rows is free, join between rounds, are filled with their prompts part by part, and
 leave when they end or are aborted; the last row then takes the place of the one that left, in the target's cache and in
-the drafter's alike. This module knows the algorithm; it
-knows no engine, no tokenizer and no file.
+the drafter's alike. What a row that ended held may be kept for rows that begin alike (`prefixes`). This module knows
+the algorithm; it knows no engine, no tokenizer and no file.
 """
 
 from collections import deque
@@ -12,12 +12,15 @@ from functools import cache
 from time import perf_counter
 from typing import TypeVar
 
+import numpy as np
+
 from specdec.engines.chunk import RowInput
 from specdec.engines.contract import FloatArray
 from specdec.engines.errors import BusyError, DeadEndError
 from specdec.runtime.accept import Accepted, accept_block, accept_matching, accept_tokens, accept_typical
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.kv import PREFILL_WIDTH, CachedModel, KVBudget
+from specdec.runtime.prefixes import Prefix, PrefixStore
 from specdec.runtime.request import Row
 from specdec.runtime.tree import ROOT, TokenTree
 
@@ -33,6 +36,9 @@ class Scheduler:
     `prefill_tokens`: of prompts, a round at most, as long as other rows wait for it: a long prompt does not stall them.
     `budget`: bytes that caches may take; a row joins when all that run with it can grow to their ends. None: no limit.
     `most_waiting`: rows that may wait.
+    `prefixes`: what rows that ended leave to rows that begin alike, of these very models alone; None: nothing. Where no
+    pass changes a bit (`exact`), neither does that. Elsewhere the cache of an earlier answer may have been written by
+    other kernels than a prefill's: it is the target's own of the same tokens still, and near-ties may fall differently.
     An error of one row (its grammar, its terms, logits that are no numbers) ends that row; one of an engine ends the
     rows of that pass. They end with `finish_reason` "error", and others go on.
     """
@@ -45,11 +51,13 @@ class Scheduler:
         prefill_tokens: int = PREFILL_TOKENS,
         budget: KVBudget | None = None,
         most_waiting: int | None = None,
+        prefixes: PrefixStore | None = None,
     ) -> None:
         self._target = target
         self._drafter = drafter
         self._prefill_tokens = prefill_tokens
         self._budget, self._most_waiting = budget, most_waiting
+        self._prefixes = prefixes
         self._waiting: deque[Row] = deque()
         self._rows: list[Row] = []
 
@@ -136,6 +144,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Open rows for those that wait, in their order, while there is room."""
+        running = len(self._rows)
         while self._waiting and self._target.rows < self._target.max_rows:
             if self._budget is not None and not self._budget.fits([*self._rows, self._waiting[0]]):
                 break
@@ -145,6 +154,38 @@ class Scheduler:
             self._rows.append(row)
             if self._drafter:
                 self._drafter.admit(row)
+        for index in range(running, len(self._rows)):
+            self._resume(index, self._rows[index])
+
+    def _resume(self, index: int, row: Row) -> None:
+        """Give a new row what an earlier text, with the longest common beginning, left in the caches."""
+        found = None if self._prefixes is None else self._prefixes.match(row.prompt)
+        if self._prefixes is None or found is None:
+            return
+        started, (entry, count) = perf_counter(), found
+        with row.guard():
+            if self._drafter:
+                count = self._drafter.reusable(row, entry.draft, count)
+            if count < self._prefixes.least:
+                return
+            self._target.load(index, entry.kv, count)
+            if self._drafter:
+                self._drafter.restore(index, row, entry.draft, count)
+            row.held = row.stats.reused_tokens = count
+            self._prefixes.used(entry, count)
+        row.stats.prefill_ms += (perf_counter() - started) * 1000
+
+    def _keep(self, index: int, row: Row) -> None:
+        """Store what a row that ended leaves in the caches; after an error nobody knows what that is."""
+        if self._prefixes is None or row.error:
+            return
+        tokens = row.tokens[: int(self._target.lens[index])]  # a block that was cut left more in the cache
+        if not self._prefixes.wants(tokens, self._target.engine.spec.kv_bytes(1, len(tokens))):
+            return
+        with row.guard():
+            draft = self._drafter.save(index, row, len(tokens)) if self._drafter else None
+            kv = self._target.save(index, len(tokens))
+            self._prefixes.add(Prefix(np.array(tokens, np.int64), kv, draft))
 
     def _fill(self) -> None:
         """Prefill the prompts of rows that joined, oldest first: all but the last token, the first pending one."""
@@ -173,6 +214,7 @@ class Scheduler:
         left = len(self._rows)
         for index in reversed(range(left)):
             if self._rows[index].finish_reason:
+                self._keep(index, self._rows[index])
                 if self._drafter:
                     self._drafter.release(index)
                 self._target.drop_row(index)

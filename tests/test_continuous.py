@@ -13,6 +13,7 @@ from specdec.runtime.drafters.growth import StaticShape
 from specdec.runtime.drafters.model import ModelDrafter
 from specdec.runtime.drafters.ngram import NgramDrafter
 from specdec.runtime.kv import KVBudget
+from specdec.runtime.prefixes import PrefixStore
 from specdec.runtime.request import Row
 from specdec.runtime.scheduler import Scheduler
 from support.drafters import KINDS, VOCAB, drafter_of, target
@@ -247,10 +248,14 @@ class Service(RuleBasedStateMachine):
         kind=st.sampled_from(["plain", "ngram", "other", "short", "other tree", "skip", "skip dynamic", "ngram+other"]),
         prefill_tokens=st.sampled_from([1, 5, 100]),
         max_rows=st.sampled_from([1, 3]),
+        kept=st.sampled_from([0, 1500, 10**6]),
     )
-    def open(self, kind: str, prefill_tokens: int, max_rows: int) -> None:
+    def open(self, kind: str, prefill_tokens: int, max_rows: int, kept: int) -> None:
+        """`kept`: bytes for the caches of texts that have ended; 1500 are those of some 40 to 60 tokens."""
         self.engine = Failing(fake_spec(VOCAB), order=2, min_width=2)
-        self.scheduler = scheduler_of(kind, self.engine, max_rows=max_rows, prefill_tokens=prefill_tokens)
+        self.store = PrefixStore(kept, least=3) if kept else None
+        options = {"max_rows": max_rows, "prefill_tokens": prefill_tokens, "prefixes": self.store}
+        self.scheduler = scheduler_of(kind, self.engine, **options)
         self.expected: dict[Row, list[int]] = {}
         self.doomed: list[Row] = []
         self.ended: list[Row] = []
@@ -266,6 +271,20 @@ class Service(RuleBasedStateMachine):
         alone, row = (make_row(prompt, max_new_tokens=count, **chance) for _ in range(2))
         self.expected[row] = run(make_scheduler(target()), alone)[0]
         self.scheduler.submit(row)
+
+    @precondition(lambda self: self.ended)
+    @rule(
+        data=st.data(),
+        more=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4),
+        count=st.integers(1, 12),
+        seed=st.none() | st.integers(0, 3),
+    )
+    def submit_what_goes_on_from_an_earlier_text(
+        self, data: st.DataObject, more: list[int], count: int, seed: int | None
+    ) -> None:
+        """The next turn of one that ended, however it did, or a text that begins like it."""
+        text = data.draw(st.sampled_from(self.ended)).tokens
+        self.submit([*text[: data.draw(st.integers(1, min(len(text), 40)))], *more], count, seed)
 
     @rule()
     def submit_one_that_fails(self) -> None:
@@ -298,6 +317,9 @@ class Service(RuleBasedStateMachine):
             assert not row.finish_reason
             assert model.lens[index] == (len(row.tokens) - 1 if row.filled else row.held)
         assert len(set(self.ended)) == len(self.ended), "a request ends once"
+        if self.store is not None:
+            assert self.store.nbytes <= self.store.limit
+            assert self.store.reused_tokens == sum(row.stats.reused_tokens for row in (*self.ended, *rows))
 
     def live(self) -> list[Row]:
         return [row for row in (*self.expected, *self.doomed) if not row.finish_reason and not row.aborted]

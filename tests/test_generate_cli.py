@@ -42,9 +42,9 @@ def test_json_holds_text_tokens_reason_and_figures(capsys: pytest.CaptureFixture
     assert set(report) == {"text", "token_ids", "finish_reason", "stats"}
     assert report["text"] == expected
     assert list(report["stats"]) == [
-        "prompt_tokens", "new_tokens", "rounds", "draft_tokens_proposed", "draft_tokens_accepted", "bonus_tokens",
-        "mean_accepted_length", "acceptance_rate", "ttft_ms", "tokens_per_second", "prefill_ms", "target_ms",
-        "draft_ms", "host_ms", "acceptance", "lossless", "acceptance_by_position",
+        "prompt_tokens", "reused_tokens", "new_tokens", "rounds", "draft_tokens_proposed", "draft_tokens_accepted",
+        "bonus_tokens", "mean_accepted_length", "acceptance_rate", "ttft_ms", "tokens_per_second", "prefill_ms",
+        "target_ms", "draft_ms", "host_ms", "acceptance", "lossless", "acceptance_by_position",
     ]  # fmt: skip
     assert report["stats"]["new_tokens"] == len(report["token_ids"]) == 20
 

@@ -44,12 +44,13 @@ def bundle_of(method: str | None) -> Path:
 
 @pytest.fixture(scope="module", params=METHODS, ids=["plain", "ngram", "model", "ngram+model", "layerskip"])
 def llm(request: pytest.FixtureRequest) -> LLM:
-    return LLM(bundle_of(request.param), speculative=SpeculativeConfig(method=request.param))
+    """Every text is computed anew: what is reused is in test_prefixes.py."""
+    return LLM(bundle_of(request.param), speculative=SpeculativeConfig(method=request.param), prefix_bytes=0)
 
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    return LLM(shared_bundle(), speculative=SpeculativeConfig(method=None))
+    return LLM(shared_bundle(), speculative=SpeculativeConfig(method=None), prefix_bytes=0)
 
 
 def params(**options: object) -> SamplingParams:

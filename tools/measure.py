@@ -153,7 +153,8 @@ def _measure(args: argparse.Namespace, engine: EngineConfig, report: dict[str, A
             sampling: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
             params = SamplingParams(**sampling | ({"acceptance": rule} if rule else {}))
             mode: Mode = "fast" if name == FAST or config.branches else "exact"
-            llm = LLM(args.bundle, speculative=config, mode=mode, engine=engine, verify=not methods)
+            own: dict[str, Any] = {"mode": mode, "engine": engine, "verify": not methods}
+            llm = LLM(args.bundle, speculative=config, prefix_bytes=0, **own)
             methods[name] = _own_method(name, stack.enter_context(llm), params)
         peers = open_peers(args, args.threads, stack)
         methods |= {peer.driver.name: _peer_method(peer) for peer in peers}

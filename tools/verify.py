@@ -211,6 +211,7 @@ class Verification:
             mode="fast" if self.args.fast else None,
             engine=self.config,
             verify=False,
+            prefix_bytes=0,  # every text is computed, none is taken from the one before
             opener=lambda graph, spec, config: self.graph(graph, spec),
             heads_opener=lambda graph, spec, config: self.heads(graph, spec),
         )

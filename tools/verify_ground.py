@@ -183,7 +183,8 @@ class Ground:
             confidence_threshold=0.0 if tree == "chain" else None,  # chains of full length
             draft_sample_method="greedy" if drafts == "ranked" else "probabilistic",
         )
-        return LLM(folder, speculative=config, verify=False, opener=opener, heads_opener=heads_opener, watch=watch)
+        options: dict[str, Any] = {"opener": opener, "heads_opener": heads_opener, "watch": watch}
+        return LLM(folder, speculative=config, verify=False, prefix_bytes=0, **options)
 
     def _table(self, engine: Engine, ids: Sequence[int] | None) -> Table:
         tables = self._full if ids is None else self._few

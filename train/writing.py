@@ -8,6 +8,7 @@ not depend on the batch. This module knows rows; what is kept of them is `data`.
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from specdec.engines.contract import FloatArray
 from specdec.engines.errors import RequestError
 from specdec.engines.manifest import read_manifest
 from specdec.engines.registry import EngineConfig, open_engine
+from specdec.runtime.drafters.base import Stateless
 from specdec.runtime.kv import CachedModel
 from specdec.runtime.request import Row
 from specdec.runtime.scheduler import Scheduler
@@ -149,7 +151,7 @@ class _Writer:
             found[number] = None
 
 
-class _Recorder:
+class _Recorder(Stateless):
     """A drafter that proposes nothing and takes what the target's layers held when a row ends."""
 
     def __init__(self, target: CachedModel) -> None:
@@ -170,6 +172,10 @@ class _Recorder:
 
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`."""
+
+    def reusable(self, row: Row, saved: Any, count: int) -> int:
+        """See `Drafter.reusable`: nothing, every state of the text is wanted."""
+        return 0
 
     def release(self, index: int) -> None:
         """See `Drafter.release`; the target still has the row."""

@@ -1,8 +1,9 @@
 """What a drafter must do. A drafter proposes; it never decides what is emitted."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from specdec.runtime.prefixes import Saved
 from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
 
@@ -35,3 +36,41 @@ class Drafter(Protocol):
     def release(self, index: int) -> None:
         """Close row `index`, which the target still has; the last row takes its index."""
         ...
+
+    def save(self, index: int, row: Row, count: int) -> Saved | None:
+        """Return what `restore` needs of row `index`, which has ended without an error and is released next.
+
+        Of its first `count` tokens, that is: the target holds them, and `row.tokens` may be fewer than it holds.
+        `commit` did not hear of the last round. None when nothing is needed. What is returned never changes.
+        """
+        ...
+
+    def reusable(self, row: Row, saved: Any, count: int) -> int:
+        """Return how many of a new row's first `count` tokens the target may start from, for this drafter to go on.
+
+        saved: what `save` returned for a text that begins with the same `count` tokens. Fewer than it returns will do
+        as well. Changes nothing.
+        """
+        ...
+
+    def restore(self, index: int, row: Row, saved: Any, count: int) -> None:
+        """Learn that the target holds the first `count` tokens of row `index`, just admitted, without a pass.
+
+        saved: as for `reusable`, which allowed `count`.
+        """
+        ...
+
+
+class Stateless:
+    """The part of a drafter that saves nothing, since the target's cache and the row's tokens are all it needs."""
+
+    def save(self, index: int, row: Row, count: int) -> Saved | None:
+        """See `Drafter.save`."""
+        return None
+
+    def reusable(self, row: Row, saved: Any, count: int) -> int:
+        """See `Drafter.reusable`."""
+        return count
+
+    def restore(self, index: int, row: Row, saved: Any, count: int) -> None:
+        """See `Drafter.restore`."""

@@ -8,7 +8,7 @@ features come with what it accepts. How trees grow and tokens are drawn is the d
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,24 @@ from specdec.runtime.drafters.model import ModelDrafter
 from specdec.runtime.kv import CachedModel
 from specdec.runtime.request import Row
 from specdec.runtime.tree import ROOT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedPairs:
+    """kv: the draft's cache of the first pairs (None: of none); features [n, F] of the next ones."""
+
+    kv: np.ndarray | None
+    features: FloatArray
+
+    @property
+    def pairs(self) -> int:
+        """Pairs in the cache."""
+        return 0 if self.kv is None else int(self.kv.shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        """See `Saved.nbytes`."""
+        return self.features.nbytes + (0 if self.kv is None else self.kv.nbytes)
 
 
 class EagleDrafter(ModelDrafter):
@@ -71,6 +89,27 @@ class EagleDrafter(ModelDrafter):
         self._features[index], self._states[index] = self._features[-1], self._states[-1]
         self._features.pop()
         self._states.pop()
+
+    def save(self, index: int, row: Row, count: int) -> SavedPairs:
+        """See `Drafter.save`: pairs in the cache, and the features that are to be fed, of `count` tokens together."""
+        self.commit(index, row, ())
+        kv = self._saved(index, count)
+        left = count if kv is None else count - kv.shape[2]
+        return SavedPairs(kv, self._features[index][:left].copy())
+
+    def reusable(self, row: Row, saved: SavedPairs, count: int) -> int:
+        """See `Drafter.reusable`: a pair holds the next token, which has to be common as well.
+
+        So the features of the last common token come from a pass of the target, and those before it were saved.
+        """
+        return min(count - 1, saved.pairs + len(saved.features)) if self._fits(row) else count
+
+    def restore(self, index: int, row: Row, saved: SavedPairs, count: int) -> None:
+        """See `Drafter.restore`: as many pairs as the target holds tokens, in the cache or by their features."""
+        if self._fits(row):
+            if saved.kv is not None:
+                self._model.load(index, saved.kv, min(count, saved.pairs))
+            self._features[index] = saved.features[: max(count - saved.pairs, 0)]
 
     def _room(self, row: Row) -> int:
         return super()._room(row) if len(row.tokens) > 1 else 0

@@ -5,10 +5,25 @@ them proposes depends on the text so far alone, never on what is about to be dra
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specdec.runtime.drafters.base import Drafter
+from specdec.runtime.prefixes import Saved
 from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedBoth:
+    """What each drafter saved."""
+
+    first: Saved | None
+    second: Saved | None
+
+    @property
+    def nbytes(self) -> int:
+        """See `Saved.nbytes`."""
+        return sum(0 if saved is None else saved.nbytes for saved in (self.first, self.second))
 
 
 class FallbackDrafter:
@@ -51,3 +66,19 @@ class FallbackDrafter:
         self._second.release(index)
         self._fell[index] = self._fell[-1]
         self._fell.pop()
+
+    def save(self, index: int, row: Row, count: int) -> SavedBoth:
+        """See `Drafter.save`."""
+        return SavedBoth(self._first.save(index, row, count), self._second.save(index, row, count))
+
+    def reusable(self, row: Row, saved: SavedBoth, count: int) -> int:
+        """See `Drafter.reusable`: what both can go on from."""
+        return min(
+            self._first.reusable(row, saved.first, count),
+            self._second.reusable(row, saved.second, count),
+        )
+
+    def restore(self, index: int, row: Row, saved: SavedBoth, count: int) -> None:
+        """See `Drafter.restore`."""
+        self._first.restore(index, row, saved.first, count)
+        self._second.restore(index, row, saved.second, count)

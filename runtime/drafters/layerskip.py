@@ -8,6 +8,7 @@ rollback of its own. How trees grow and tokens are drawn is the draft model's (`
 
 from collections.abc import Sequence
 
+from specdec.runtime.drafters.base import Stateless
 from specdec.runtime.drafters.growth import Shape
 from specdec.runtime.drafters.model import ModelDrafter
 from specdec.runtime.kv import BorrowedModel
@@ -15,7 +16,7 @@ from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
 
 
-class LayerSkipDrafter(ModelDrafter):
+class LayerSkipDrafter(Stateless, ModelDrafter):
     """Drafts trees of `shape` with `model`, which borrows the cache of the target that verifies them.
 
     `deterministic`: as for a draft model.

@@ -9,12 +9,14 @@ With the most probable tokens as a chain it is blockwise parallel decoding (Ster
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
 
 from specdec.engines.base import Heads
 from specdec.engines.contract import FloatArray, IntArray
 from specdec.engines.errors import EngineError
+from specdec.runtime.drafters.base import Stateless
 from specdec.runtime.drafters.growth import GrowingTree, Shape
 from specdec.runtime.drafters.model import distribution, most_probable_ids
 from specdec.runtime.kv import CachedModel
@@ -22,7 +24,7 @@ from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
 
 
-class MedusaDrafter:
+class MedusaDrafter(Stateless):
     """Drafts trees of `shape`, at most as deep as there are heads, from the hidden states that `target` keeps.
 
     `ids` [Vd]: the target's ids that the heads' logits are of (None: all); no other is drafted. `min_rows`: fewest rows
@@ -82,6 +84,10 @@ class MedusaDrafter:
 
     def release(self, index: int) -> None:
         """See `Drafter.release`: nothing is held."""
+
+    def reusable(self, row: Row, saved: Any, count: int) -> int:
+        """See `Drafter.reusable`: a token of the prompt is left to a pass, whose hidden state drafts."""
+        return min(count, len(row.prompt) - 2)
 
     def _by_rank(self, row: Row) -> bool:
         return self._deterministic or row.params.temperature == 0

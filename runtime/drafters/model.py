@@ -9,6 +9,7 @@ from q, the request's own pipeline on the draft's logits, and q is handed on as 
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from specdec.engines.contract import FloatArray, IntArray
 from specdec.engines.errors import DeadEndError
 from specdec.runtime.drafters.growth import GrowingTree, Shape
 from specdec.runtime.kv import CachedModel
+from specdec.runtime.prefixes import Saved
 from specdec.runtime.request import Row
 from specdec.runtime.sampling import most_probable, softmax
 from specdec.runtime.tree import ROOT, TokenTree
@@ -103,6 +105,24 @@ class ModelDrafter:
         self._model.drop_row(index)
         self._drafted[index] = self._drafted[-1]
         self._drafted.pop()
+
+    def save(self, index: int, row: Row, count: int) -> Saved | None:
+        """See `Drafter.save`: this model's cache, as far as it goes without what was drafted last."""
+        return self._saved(index, count)
+
+    def reusable(self, row: Row, saved: Any, count: int) -> int:
+        """See `Drafter.reusable`: what this model lacks it takes in by a pass."""
+        return count
+
+    def restore(self, index: int, row: Row, saved: Any, count: int) -> None:
+        """See `Drafter.restore`."""
+        if saved is not None and self._fits(row):
+            self._model.load(index, saved, min(count, saved.shape[2]))
+
+    def _saved(self, index: int, count: int) -> np.ndarray | None:
+        """What the cache holds of the first `count` slots of row `index`; None when that is nothing."""
+        held = min(int(self._model.lens[index]) - self._drafted[index], count)
+        return self._model.save(index, held) if held > 0 else None
 
     def _by_rank(self, row: Row) -> bool:
         return self._deterministic or row.params.temperature == 0

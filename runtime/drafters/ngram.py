@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from specdec.runtime.drafters.base import Stateless
 from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
 
@@ -18,7 +19,7 @@ ACCEPTANCE = (0.03, 0.22, 0.46, 0.62, 0.68, 0.71, 0.80, 0.80, 0.80, 0.94)
 Gram = tuple[int, ...]
 
 
-class NgramDrafter:
+class NgramDrafter(Stateless):
     """Drafts chains of up to `num_tokens` from the longest match of `min_match` to `max_match` tokens.
 
     `threshold` says what chance of being kept earns a place in the pass: see `draft_width`. With `branching`, shorter

@@ -56,10 +56,11 @@ def make_scheduler(
     *,
     max_rows: int = 4,
     min_width: int = 2,
+    **options: object,
 ) -> Scheduler:
-    """`drafter`: one, or what makes one that drafts in the target's cache."""
+    """`drafter`: one, or what makes one that drafts in the target's cache. `options`: the scheduler's own."""
     model = WatchedModel(target, max_rows=max_rows, min_width=min_width, keeps_hidden=bool(target.spec.taps))
-    return Scheduler(model, drafter(model) if callable(drafter) else drafter)
+    return Scheduler(model, drafter(model) if callable(drafter) else drafter, **options)  # type: ignore[arg-type]
 
 
 def greedy(engine: FakeEngine, prompt: list[int], count: int, **params: object) -> list[int]:
