@@ -45,6 +45,10 @@ HEADS = MEDUSA + "test_proposals_are_those_of_the_heads_definition"
 KNOWING = MEDUSA + "test_heads_that_know_the_target_are_accepted_to_the_last_token"
 SKIPPING = "tests/test_layerskip.py::"
 EAGLES = tuple(f"tests/test_eagle.py::test_{shape}_are_those_of_the_torch_module" for shape in ("chains", "trees"))
+PREFIXES = "tests/test_prefixes.py::"
+TURNS = PREFIXES + "test_a_second_turn_is_what_it_is_without_reuse"
+SHARED = PREFIXES + "test_a_shared_beginning_is_reused_as_far_as_it_goes"
+REUSE = PREFIXES + "test_texts_bits_and_proposals_are_those_without_reuse"
 TERMS = ("repetition", "presence", "frequency", "bad words", "least length", "grammar")
 
 
@@ -327,6 +331,42 @@ MUTANTS = (
     Mutant("drafted slots are lost when the cache grows", "the draft attends to nothing", "kv.py",
            "self._target.reserve(slots, max(used, int(self.lens[: self.rows].max())))", "self._target.reserve(slots)",
            (SKIPPING + "test_drafts_do_not_notice_that_the_cache_grows_under_them",)),
+    # Prefix reuse
+    Mutant("one slot too few is put back", "a slot that was never written", "kv.py",
+           "saved[:, :, :count]", "saved[:, :, : count - 1]", (TURNS, SHARED)),
+    Mutant("one slot too many counts as put back", "the pending token is in the cache", "kv.py",
+           "self.lens[row] = count", "self.lens[row] = count + 1", (TURNS, SHARED)),
+    Mutant("all that was saved is put back", "the cache holds another text's tokens", "scheduler.py",
+           "self._target.load(index, entry.kv, count)", "self._target.load(index, entry.kv, entry.kv.shape[2])",
+           (SHARED,)),
+    Mutant("the prefill starts at the beginning", "tokens are in the cache twice", "scheduler.py",
+           "row.held = row.stats.reused_tokens = count", "row.stats.reused_tokens = count", (TURNS, SHARED)),
+    Mutant("a row that failed leaves its cache", "nobody knows what it holds", "scheduler.py",
+           "if self._prefixes is None or row.error:", "if self._prefixes is None:",
+           (PREFIXES + "test_nothing_is_kept_of_a_row_that_failed",)),
+    Mutant("what was drafted last is saved", "the draft's cache holds a rejected token", "drafters/model.py",
+           "held = min(int(self._model.lens[index]) - self._drafted[index], count)",
+           "held = min(int(self._model.lens[index]), count)", (TURNS,)),
+    Mutant("more of the draft's cache is put back than is common", "the draft's cache holds another text's tokens",
+           "drafters/model.py", "min(count, saved.shape[2])", "saved.shape[2]", (SHARED,)),
+    Mutant("eagle: the last common token's pair", "a pair with another text's token", "drafters/eagle.py",
+           "min(count - 1, saved.pairs", "min(count, saved.pairs", (REUSE + "[eagle-greedy]",)),
+    Mutant("eagle: the last round is not learnt from", "features of what it kept are lost", "drafters/eagle.py",
+           "        self.commit(index, row, ())\n", "", (REUSE + "[eagle-greedy]",)),
+    Mutant("eagle: features of other tokens are put back", "what a pair is fed with", "drafters/eagle.py",
+           "saved.features[: max(count - saved.pairs, 0)]",
+           "saved.features[len(saved.features) - max(count - saved.pairs, 0) :]", (REUSE + "[ngram+eagle-greedy]",)),
+    Mutant("no token is left to a pass", "the heads' first draft is missing", "drafters/medusa.py",
+           "len(row.prompt) - 2", "len(row.prompt) - 1", (REUSE + "[medusa-greedy]",)),
+    Mutant("the most recently used entry goes", "what is in use is evicted", "prefixes.py",
+           "self._entries.pop(0)", "self._entries.pop(-2)",
+           (PREFIXES + "test_the_least_recently_used_entry_goes_first",)),
+    Mutant("the pending token is matched", "a row without a pending token", "prefixes.py",
+           "np.asarray(tokens, np.int64)[:-1]", "np.asarray(tokens, np.int64)",
+           (PREFIXES + "test_the_longest_common_beginning_is_found",)),
+    Mutant("any entry is as good", "the longest beginning is not found", "prefixes.py",
+           "length = max(lengths, default=0)", "length = next((one for one in lengths if one >= self.least), 0)",
+           (PREFIXES + "test_the_longest_common_beginning_is_found",)),
 )  # fmt: skip
 
 
