@@ -1,5 +1,6 @@
 """Texts whose caches are reused: the store by itself, every drafter on the fake engine, real bundles to the bit."""
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from specdec.runtime.kv import CachedModel
 from specdec.runtime.prefixes import LEAST, Prefix, PrefixStore
 from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
+from specdec.tools import reuse
 from support.bundles import TOKENIZER_SIZE, shared_bundle
 from support.drafters import KINDS, VOCAB, drafter_of, target
 from support.eagles import eagle_bundle
@@ -454,3 +456,19 @@ def test_threads_reuse_what_others_left() -> None:
         assert [got[number] for number in range(6)] == [[text] * 3 for text in expected]
         assert llm.prefixes is not None
         assert llm.prefixes.hits == 5 + 18
+
+
+# The tool
+
+
+def test_the_tool_compares_second_turns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [str(shared_bundle()), "--history", "200", "--repeat", "1", "--method", "ngram"]
+    assert reuse.main(options) == 0
+    report = capsys.readouterr().out
+    assert re.search(r"second turn of \d{3} tokens, 2\d\d of them reused; ms to the first token:", report)
+    assert re.search(r"without reuse \d+, with it \d+: \d\.\d\d\d\n", report)
+    assert re.search(r"answers of \d+ tokens: identical, logits: identical to the bit\n", report)
+    load = CachedModel.load
+    monkeypatch.setattr(CachedModel, "load", lambda model, row, saved, count: load(model, row, saved * 0, count))
+    assert reuse.main(options) == 1
+    assert "logits: different bits" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import pytest
 from specdec.engines.manifest import read_manifest
 from specdec.engines.prompts import PROMPTS
 from specdec.runtime import LLM, SamplingParams, SpeculativeConfig, StructuredOutputsParams, kv
-from specdec.tools import verify
+from specdec.tools import reuse, verify
 from specdec.tools.models import model_path
 from specdec.tools.questions import read_questions, select
 from support.trace import recorded_arrays, recorded_logits
@@ -39,7 +40,8 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(bundle: Path, method: str | None, **options: object) -> LLM:
-    return LLM(bundle, speculative=SpeculativeConfig(method=method), verify=False, **options)
+    """Every text is computed anew."""
+    return LLM(bundle, speculative=SpeculativeConfig(method=method), verify=False, prefix_bytes=0, **options)
 
 
 @pytest.fixture(scope="module")
@@ -288,3 +290,19 @@ def test_gemma_speculates_without_changing_a_bit(gemma: Path) -> None:
         output = load(gemma, "ngram").generate(prompt, params(max_new_tokens=32))[0]
     assert (output.token_ids, got) == (text, bits)
     assert output.stats.draft_tokens_accepted > 0
+
+
+@pytest.mark.parametrize("method", [None, "ngram+model"])
+def test_a_second_turn_after_a_thousand_tokens_starts_at_once(
+    smollm2: Path, method: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same tokens from the same bits, in a quarter of the time at most."""
+    options = ["--method", method] if method else []
+    assert reuse.main([str(smollm2), "--history", "1000", "--repeat", "1", *options]) == 0
+    report = capsys.readouterr().out
+    prompt, reused = map(int, re.findall(r"second turn of (\d+) tokens, (\d+) of them reused", report)[0])
+    assert prompt > 1000
+    assert reused > prompt - 50
+    assert "answers of" in report
+    assert "identical to the bit" in report
+    assert float(re.findall(r"with it \d+: (\d\.\d+)", report)[0]) <= 0.25
