@@ -30,10 +30,11 @@ class Stats:
 
     `reused_tokens`: of the prompt, those whose cache an earlier text left. `rounds`: target passes after the prompt.
     `bonus_tokens`: those that the target added itself, at most one a round. Times are milliseconds of wall clock.
-    `queue_ms` runs from submission until a row was free, `ttft_ms` from submission to the first token. Rounds split into
-    target engine, drafting, and host (packing, sampling, acceptance, text); rows of a batch share them. `proposed_at` and
-    `accepted_at`: rounds whose draft was so deep, and that kept so much of it, for depth 1, 2, ... `acceptance` is the
-    rule that sampled drafts are verified by, `lossless` whether the text is distributed as the target's own.
+    `queue_ms` runs from submission until a row was free, `ttft_ms` from submission to the first token. Rounds split
+    into target engine, drafting, and host (packing, sampling, acceptance, text); rows of a batch share them.
+    `proposed_at` and `accepted_at`: rounds whose draft was so deep, and that kept so much of it, for depth 1, 2, ...
+    `acceptance` is the rule that sampled drafts are verified by, `lossless` whether the text is distributed as the
+    target's own.
     """
 
     prompt_tokens: int = 0

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from specdec.runtime.controller import Controller, Means, row_means
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.drafters.ngram import ACCEPTANCE, NgramDrafter
+from specdec.runtime.prefixes import Saved
 from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
 
@@ -117,6 +118,19 @@ class AdaptiveDrafter:
             drafter.release(index)
         self._states[index] = self._states[-1]
         self._states.pop()
+
+    def save(self, index: int, row: Row, count: int) -> Saved | None:
+        """See `Drafter.save`: n-grams need the tokens alone."""
+        return self._costly.save(index, row, count) if self._costly else None
+
+    def reusable(self, row: Row, saved: Any, count: int) -> int:
+        """See `Drafter.reusable`."""
+        return self._costly.reusable(row, saved, count) if self._costly else count
+
+    def restore(self, index: int, row: Row, saved: Any, count: int) -> None:
+        """See `Drafter.restore`."""
+        if self._costly:
+            self._costly.restore(index, row, saved, count)
 
     def _both(self) -> list[Drafter]:
         return [drafter for drafter in (self._free, self._costly) if drafter is not None]
