@@ -141,10 +141,13 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_rows: int | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or a list of prompts (text or token ids); a list runs as one batch.
 
-        `params` holds for all prompts, or is a list with one for each. Returns the outputs in the order of the prompts.
+        `params` holds for all prompts, or is a list with one for each. `max_rows`: prompts that run at a time, the
+        others follow as those end; None: as many as the engines take. Returns the outputs in the order of the prompts.
         Raises `RequestError` for an invalid prompt or parameter, before any work; `DeadEndError` (a request whose terms
         leave no token possible) and `EngineError` end the whole call.
         """
@@ -153,7 +156,9 @@ class LLM:
         if len(each) != len(batch):
             raise RequestError(f"{len(each)} sampling parameters for {len(batch)} prompts")
         rows = [self._row(prompt, own) for prompt, own in zip(batch, each, strict=True)]
-        scheduler = self._scheduler(len(rows))
+        if max_rows is not None and max_rows < 1:
+            raise RequestError(f"max_rows must be at least 1, not {max_rows}")
+        scheduler = self._scheduler(min(len(rows), max_rows or len(rows)))
         for row in rows:
             scheduler.submit(row)
         while scheduler.busy:

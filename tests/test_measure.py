@@ -104,6 +104,26 @@ def test_cost_table() -> None:
     ]
 
 
+def test_rows_run_at_a_time_and_say_what_they_say_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps({"question_id": n, "category": "abc"[n % 3], "turns": [f"fox {n}"]}) for n in range(10)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    found = {}
+    for rows in (1, 2):
+        report = tmp_path / f"{rows}.json"
+        options = ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "6", "--json", str(report)]
+        assert main([str(shared_bundle()), *options, "--methods", "plain,ngram", "--rows", str(rows)]) == 0
+        found[rows] = json.loads(report.read_text())
+    assert [len(each["runs"]) for each in found.values()] == [20, 2]
+    assert list(found[2]["groups"]) == ["all", "2 rows"]
+    (plain, ngram) = (run["token_ids"] for run in found[2]["runs"])
+    alone = [run["token_ids"] for run in found[1]["runs"] if run["method"] == "plain"]
+    assert plain == ngram == [token for ids in alone for token in ids]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([str(shared_bundle()), "--prompts", "p", "--rows", "2", "--ort-genai", "folder"])
+    assert "--rows: peers run one prompt at a time" in capsys.readouterr().err
+
+
 def test_the_whole_tool(tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = str(shared_bundle())
     capsys.readouterr()  # what the export of the bundle printed

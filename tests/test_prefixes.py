@@ -364,11 +364,14 @@ def load(bundle: Path, prefix_bytes: int, **options: Any) -> tuple[LLM, dict[tup
 BUNDLES: dict[str, tuple[Callable[[], Path], dict[str, Any]]] = {
     "plain": (shared_bundle, {"method": None}),
     "ngram+model": (shared_bundle, {"method": "ngram+model", "num_speculative_tokens": 3}),
-    "layerskip": (lambda: shared_bundle(drafters=("ngram", "layerskip:1")), {"method": "layerskip:1"}),
+    "layerskip": (
+        lambda: shared_bundle(drafters=("ngram", "layerskip:1")),
+        {"method": "layerskip:1", "num_speculative_tokens": 3},
+    ),
     "eagle": (eagle_bundle, {"method": "eagle", "num_speculative_tokens": 3}),
     "eagle int8": (partial(eagle_bundle, "eagle3", "int8"), {"method": "eagle", "num_speculative_tokens": 3}),
     "ngram+eagle": (eagle_bundle, {"method": "ngram+eagle", "num_speculative_tokens": 3}),
-    "medusa": (medusa_bundle, {"method": "medusa"}),
+    "medusa": (medusa_bundle, {"method": "medusa", "num_speculative_tokens": 3}),
 }
 
 
@@ -399,6 +402,22 @@ def test_texts_bits_and_proposals_are_those_without_reuse(name: str, params: dic
     assert llm.prefixes is not None
     assert (llm.prefixes.hits, llm.prefixes.reused_tokens) == (7, sum(map(sum, reused)))
     assert all(output.stats.reused_tokens == 0 for turn in wanted for output in turn)
+
+
+@pytest.mark.parametrize("make", [shared_bundle, eagle_bundle, medusa_bundle], ids=["model", "eagle", "medusa"])
+def test_plans_and_reuse_change_no_text_and_no_bit(make: Callable[[], Path]) -> None:
+    """With the controller, whose drafts follow the clock, and both drafters."""
+    without, _ = load(make(), 0, method=None)
+    with without, recorded_logits() as expected:
+        wanted = talk(without, temperature=1.0)
+    llm, _ = load(make(), 10**9)
+    with llm, recorded_logits() as bits:
+        got = talk(llm, temperature=1.0)
+    assert llm.controller is not None
+    assert llm.prefixes is not None
+    assert llm.prefixes.hits == 7
+    assert [[one.token_ids for one in turn] for turn in got] == [[one.token_ids for one in turn] for turn in wanted]
+    assert bits == expected
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -127,6 +128,36 @@ def _own_method(name: str, llm: LLM, params: SamplingParams) -> Generate:
     return generate
 
 
+def _batch_method(name: str, llm: LLM, params: SamplingParams, rows: int) -> Generate:
+    """Run groups of prompts as one continuous batch; a group is one run, its time is all but that of the prompts."""
+
+    def generate(question: Question, ids: Sequence[Any], count: int) -> Run:
+        started = perf_counter()
+        outputs = llm.generate(ids, replace(params, max_new_tokens=count), max_rows=rows)
+        seconds = perf_counter() - started - sum(output.stats.prefill_ms for output in outputs) / 1000
+        return Run(
+            question_id=question.question_id,
+            category=question.category,
+            method=name,
+            token_ids=tuple(token for output in outputs for token in output.token_ids),
+            decoded=sum(output.stats.new_tokens for output in outputs),
+            seconds=seconds,
+            rounds=sum(output.stats.rounds for output in outputs),
+            proposed=sum(output.stats.draft_tokens_proposed for output in outputs),
+            accepted=sum(output.stats.draft_tokens_accepted for output in outputs),
+        )
+
+    return generate
+
+
+def _grouped(prompts: Sequence[tuple[Question, Sequence[int]]], rows: int) -> list[tuple[Question, Sequence[Any]]]:
+    """Four prompts a row together, of all categories, in the name of the first one."""
+    count = max(len(prompts) // (4 * rows), 1)
+    groups = [prompts[first::count] for first in range(count)]
+    names = [msgspec.structs.replace(group[0][0], category=f"{rows} rows") for group in groups]
+    return [(name, [ids for _, ids in group]) for name, group in zip(names, groups, strict=True)]
+
+
 def _peer_method(peer: Peer) -> Generate:
     def generate(question: Question, ids: Sequence[int], count: int) -> Run:
         answer = peer.generate(ids, count)
@@ -155,11 +186,17 @@ def _measure(args: argparse.Namespace, engine: EngineConfig, report: dict[str, A
             mode: Mode = "fast" if name == FAST or config.branches else "exact"
             own: dict[str, Any] = {"mode": mode, "engine": engine, "verify": not methods}
             llm = LLM(args.bundle, speculative=config, prefix_bytes=0, **own)
-            methods[name] = _own_method(name, stack.enter_context(llm), params)
+            stack.enter_context(llm)
+            one_by_one = args.rows == 1
+            methods[name] = (
+                _own_method(name, llm, params) if one_by_one else _batch_method(name, llm, params, args.rows)
+            )
         peers = open_peers(args, args.threads, stack)
         methods |= {peer.driver.name: _peer_method(peer) for peer in peers}
         report["peers"] = {peer.driver.name: peer.version for peer in peers}
-        prompts = [(question, llm.text.encode_turn(question.turns[0])) for question in questions]
+        prompts: list[Any] = [(question, llm.text.encode_turn(question.turns[0])) for question in questions]
+        if args.rows > 1:
+            prompts = _grouped(prompts, args.rows)
         list(interleave(prompts[:1] * args.warmup, methods, args.max_new_tokens, 1))
         runs: list[Run] = []
         for run in interleave(prompts, methods, args.max_new_tokens, args.repeat):
@@ -194,6 +231,8 @@ def _parser() -> CommandParser:
     add("--seed", metavar="N", type=int, default=0, help="of sampling (default %(default)s)")
     add("--num-speculative-tokens", metavar="K", type=positive, help="most draft tokens a round")
     add("--max-new-tokens", metavar="N", type=positive, default=128, help="of each answer (default %(default)s)")
+    add("--rows", metavar="N", type=positive, default=1, help="prompts that run at a time, as one continuous batch "
+        "(default %(default)s)")  # fmt: skip
     add("--warmup", metavar="N", type=int, default=1, help="unmeasured runs of the first prompt (default %(default)s)")
     add("--repeat", metavar="N", type=positive, default=1, help="measured runs; the fastest counts (default 1)")
     add("--threads", metavar="N", type=positive, default=os.cpu_count() or 1, help="of every engine (default: one per "
@@ -210,6 +249,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.prompts and not args.pass_costs:
         parser.error("nothing to measure: give --prompts FILE, --pass-costs or both")
+    if args.rows > 1 and (args.ort_genai or args.llama_cpp):
+        parser.error("--rows: peers run one prompt at a time")
     if args.json and not args.json.parent.is_dir():
         parser.error(f"--json: there is no folder {args.json.parent}")
     return run_command(PROG, partial(_run, args), debug=args.debug)
