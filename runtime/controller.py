@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
+from threading import Lock
 from typing import Any
 
 FORGET = 0.995  # weight that is left of an observation after the next one of its kind
@@ -23,7 +24,6 @@ CELL_TRUST = 4.0  # observations of one size of pass before it may differ from t
 WEAK = 0.5  # tokens of a free draft that are given up to try another
 LONGEST_SILENCE = 64  # rounds after which a drafter that did not pay is tried again, at most
 
-
 _CURVE = (0, 0)  # in place of a size, for what was known at load
 
 
@@ -32,7 +32,7 @@ class PassTimes:
 
     `curve`: milliseconds by tokens (rows x width). `trust`: how many observations it is worth. A common pace follows
     the machine and the growing cache; single sizes may differ from the curve, and come back to it when they are not
-    seen. Updates from several threads may lose one another, which costs nothing but a figure.
+    seen. Several threads may ask and tell.
     """
 
     def __init__(self, curve: Mapping[int, float], trust: int) -> None:
@@ -42,6 +42,7 @@ class PassTimes:
         self._recent = deque([(_CURVE, 1.0)] * trust, maxlen=STEADY)  # sizes of passes, and the pace that each shows
         self._cells: dict[tuple[int, int], tuple[float, float, int]] = {}  # weight, sum of ratios, when
         self._now = 0
+        self._lock = Lock()
 
     def ms(self, rows: int, width: float) -> float:
         """Expected milliseconds of a pass; a width between two whole ones is between their times."""
@@ -52,12 +53,13 @@ class PassTimes:
     def observe(self, rows: int, width: int, ms: float) -> None:
         """Learn what a pass took."""
         key, curve = (rows, width), self._curve(rows * width)
-        self._now += 1
-        self._recent.append((key, ms / (curve * self._ratio(key))))
-        self._pace = median(pace for _, pace in self._recent)
-        if any(other not in (key, _CURVE) for other, _ in self._recent):  # else its own ratio and the pace look alike
-            weight, total = self._weighed(key)
-            self._cells[key] = (weight + 1, total + min(max(ms / (curve * self._pace), 0.5), 2.0), self._now)
+        with self._lock:
+            self._now += 1
+            self._recent.append((key, ms / (curve * self._ratio(key))))
+            self._pace = median(pace for _, pace in self._recent)
+            if any(other not in (key, _CURVE) for other, _ in self._recent):  # else its ratio and the pace look alike
+                weight, total = self._weighed(key)
+                self._cells[key] = (weight + 1, total + min(max(ms / (curve * self._pace), 0.5), 2.0), self._now)
 
     def _whole(self, rows: int, width: int) -> float:
         return self._curve(rows * width) * self._pace * self._ratio((rows, width))
@@ -132,7 +134,9 @@ class Plan:
 
 
 class Controller:
-    """Plans rounds, and learns from them. One serves all requests of a loaded bundle.
+    """Plans rounds, and learns from them. One serves all requests of a loaded bundle, in several threads.
+
+    What two threads learn at the same moment may be counted once.
 
     `times`: of the target's passes. `least_width`: positions of its narrowest pass. `levels`: of a draft's levels.
     """
@@ -214,5 +218,5 @@ class Controller:
             "rounds": dict(self.rounds),
             "target_ms": {width: round(self.times.ms(1, width), 3) for width in range(self._least, self._least + 8)},
             "draft_level_ms": round(self.levels.ms(1, 1), 3),
-            "means": {str(key): round(mean.value(0.0, 0.0), 3) for key, mean in self._means.items() if mean.seen},
+            "means": {str(key): round(mean.value(0.0, 0.0), 3) for key, mean in list(self._means.items()) if mean.seen},
         }

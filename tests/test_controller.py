@@ -1,7 +1,9 @@
 """Plans against every other plan, times that follow the machine, and what is learned from what was kept."""
 
 import itertools
+import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,19 @@ def test_a_size_that_is_slower_than_the_curve_is_known_and_forgotten() -> None:
     for _ in range(2000):
         times.observe(1, 1, 10.0)
     assert times.ms(1, 3) == pytest.approx(14, rel=0.01)
+
+
+def test_times_may_be_told_by_several_threads() -> None:
+    times = PassTimes({1: 10.0, 4: 16.0}, trust=10)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            told = [pool.submit(times.observe, 1, 1 + n % 3, 10.0 + n % 3) for n in range(4000)]
+        assert [each.exception() for each in told] == [None] * 4000
+    finally:
+        sys.setswitchinterval(before)
+    assert times.ms(1, 1) == pytest.approx(10, rel=0.1)
 
 
 def test_a_mean_forgets() -> None:

@@ -107,7 +107,7 @@ class AdaptiveDrafter:
         if state.asked:
             self._controller.learn(("gain", _sampled(row)), len(kept), state.means)
             for depth in range(1, min(len(kept) + 1, state.depth)):
-                self._controller.learn(("follow", depth), depth < len(kept), state.means)
+                self._controller.learn(("follow", depth), depth < len(kept))
         elif state.match is not None:
             for depth in range(min(len(kept) + 1, state.depth)):
                 self._controller.learn(_match_key(row, state.match + depth), depth < len(kept), state.means)
