@@ -107,7 +107,7 @@ class ModelDrafter:
         self._drafted.pop()
 
     def save(self, index: int, row: Row, count: int) -> Saved | None:
-        """See `Drafter.save`: this model's cache, as far as it goes without what was drafted last."""
+        """See `Drafter.save`: this model's cache. What was drafted and not kept lies behind `count`."""
         return self._saved(index, count)
 
     def reusable(self, row: Row, saved: Any, count: int) -> int:
@@ -121,7 +121,7 @@ class ModelDrafter:
 
     def _saved(self, index: int, count: int) -> np.ndarray | None:
         """What the cache holds of the first `count` slots of row `index`; None when that is nothing."""
-        held = min(int(self._model.lens[index]) - self._drafted[index], count)
+        held = min(int(self._model.lens[index]), count)
         return self._model.save(index, held) if held > 0 else None
 
     def _by_rank(self, row: Row) -> bool:
