@@ -40,8 +40,9 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(bundle: Path, method: str | None, **options: object) -> LLM:
-    """Every text is computed anew."""
-    return LLM(bundle, speculative=SpeculativeConfig(method=method), verify=False, prefix_bytes=0, **options)
+    """Drafts are of full length, and every text is computed anew."""
+    config = SpeculativeConfig(method=method, confidence_threshold=0.0)
+    return LLM(bundle, speculative=config, verify=False, prefix_bytes=0, **options)
 
 
 @pytest.fixture(scope="module")
