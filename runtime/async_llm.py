@@ -12,7 +12,7 @@ knows neither the algorithm (`scheduler.py`) nor how deltas reach a loop (`deliv
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -38,14 +38,13 @@ class _Request:
     recorder: Recorder
     known: int
 
-    def deliver(self) -> None:
-        """Put what the row got in a round into the mailbox, or its error."""
+    def delivery(self) -> Callable[[], None]:
+        """What puts into the mailbox what the row got in a round, or its error."""
         row = self.mailbox.row
         if row.error is not None:
-            self.mailbox.fail(row.error)
-        else:
-            known, self.known = self.known, len(row.tokens)
-            self.mailbox.put(Delta.since(row, known))
+            return partial(self.mailbox.fail, row.error)
+        known, self.known = self.known, len(row.tokens)
+        return partial(self.mailbox.put, Delta.since(row, known))
 
 
 class AsyncLLM:
@@ -180,9 +179,13 @@ class AsyncLLM:
             return bool(self._requests)
 
     def _deliver(self, rows: Sequence[Row]) -> None:
-        """Count and hand out what a round gave `rows`, and forget those that ended."""
+        """Count and hand out what a round gave `rows`, and forget those that ended.
+
+        What can fail comes first, and readers are woken last: what is forgotten is delivered, and counted by then.
+        """
         now = perf_counter()
         requests = [self._requests[row] for row in rows]
+        deliveries = [request.delivery() for request in requests]
         for request in requests:
             request.recorder.record(now)
         with self._changed:
@@ -190,8 +193,8 @@ class AsyncLLM:
                 if row.finish_reason:
                     del self._requests[row]
             self._show()
-        for request in requests:
-            request.deliver()
+        for deliver in deliveries:
+            deliver()
         self._tell_drained()
 
     def _start_over(self, cause: Exception) -> None:
@@ -207,7 +210,7 @@ class AsyncLLM:
             error.__cause__ = cause
             request.mailbox.row.fail(error)
             request.recorder.record(perf_counter())
-            request.deliver()
+            request.delivery()()
         self._tell_drained()
 
     def _show(self) -> None:

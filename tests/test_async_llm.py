@@ -448,6 +448,27 @@ def test_an_error_nobody_foresaw_ends_all_and_later_requests_succeed(
     asyncio.run(main())
 
 
+def test_an_error_while_answers_are_handed_out_leaves_nobody_waiting(
+    plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request ends in the round whose answer cannot be handed out."""
+
+    def since(row: object, known: int) -> None:
+        monkeypatch.undo()
+        raise ZeroDivisionError("a fault of ours")
+
+    async def main() -> None:
+        async with AsyncLLM(plain) as service:
+            monkeypatch.setattr(Delta, "since", since)
+            with pytest.raises(EngineError, match="ZeroDivisionError: a fault of ours"):
+                await service.generate([40], params(max_new_tokens=1))
+            assert (await service.generate([41], params())).token_ids == tokens_of(plain, [41])
+            assert service.metrics.request_success_total.value(of="error") == 1
+            assert service.metrics.request_success_total.value(of="length") == 1
+
+    asyncio.run(main())
+
+
 def test_draining_ends_what_runs_and_takes_no_more(gated: LLM, gate: Gate) -> None:
     async def main() -> None:
         async with AsyncLLM(gated, max_rows=1) as service:
@@ -458,7 +479,7 @@ def test_draining_ends_what_runs_and_takes_no_more(gated: LLM, gate: Gate) -> No
             assert service._drained[0].cancelled()
             with pytest.raises(ClosedError, match="this AsyncLLM is being drained"):
                 service.submit("a", params())
-            both = asyncio.gather(service.drain(), service.drain(timeout=60))
+            both = asyncio.gather(service.drain(), service.drain(timeout=200))
             gate.open()
             assert await both == [True, True]
             assert [(await stream.result()).finish_reason for stream in streams] == ["length"] * 2
