@@ -20,7 +20,7 @@ from specdec.runtime.controller import PassTimes
 from specdec.runtime.request import Row
 
 PREFILL_WIDTH = 256  # tokens of a prefill pass; wider gains nothing on a CPU and holds more activations
-SPARE = 64  # slots behind the longest row that buffers keep when they shrink, and get when a text is loaded
+SPARE = 64  # slots behind the longest row that buffers keep when they shrink
 
 
 class CachedModel:
@@ -107,14 +107,14 @@ class CachedModel:
         assert self._kv is not None, "a pass came before"
         return self._kv.read(row, count)
 
-    def load(self, row: int, saved: np.ndarray, count: int) -> None:
+    def load(self, row: int, saved: np.ndarray, count: int, slots: int) -> None:
         """Commit the first `count` tokens of what was saved to `row`, which is empty, without a pass.
 
-        Bits are those of the passes that wrote them. Their hidden states are not kept (`take_hidden`): who needs the
-        last one commits a token less. Raises `EngineError` when the buffers cannot grow, `ContractError` for what
-        another engine saved.
+        `slots`: what the row will hold soon, so that buffers grow once. Bits are those of the passes that wrote them.
+        Their hidden states are not kept (`take_hidden`): who needs the last one commits a token less. Raises
+        `EngineError` when the buffers cannot grow, `ContractError` for what another engine saved.
         """
-        self.reserve(count + SPARE).write(row, saved[:, :, :count])
+        self.reserve(slots).write(row, saved[:, :, :count])
         self.lens[row] = count
 
     def step(self, inputs: Sequence[RowInput]) -> list[FloatArray]:

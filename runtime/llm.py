@@ -44,8 +44,9 @@ PREFERRED = ("eagle", MEDUSA, "model", "layerskip")  # of a bundle's drafters, b
 
 Mode = Literal["exact", "fast"]
 Opener = Callable[[Path, ModelSpec, EngineConfig | None], Engine]
-PREFIX_BYTES = 256 * 2**20  # 5,800 tokens of a model of 135M parameters in fp32
 HeadsOpener = Callable[[Path, HeadsSpec, EngineConfig | None], Heads]
+
+PREFIX_BYTES = 256 * 2**20  # 5,800 tokens of SmolLM2-135M in fp32
 
 
 class LLM:

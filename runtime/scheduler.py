@@ -168,7 +168,7 @@ class Scheduler:
                 count = self._drafter.reusable(row, entry.draft, count)
             if count < self._prefixes.least:
                 return
-            self._target.load(index, entry.kv, count)
+            self._target.load(index, entry.kv, count, len(row.prompt))
             if self._drafter:
                 self._drafter.restore(index, row, entry.draft, count)
             row.held = row.stats.reused_tokens = count

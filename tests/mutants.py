@@ -338,7 +338,7 @@ MUTANTS = (
            "self.lens[row] = count", "self.lens[row] = count + 1",
            (TURNS + "[plain-greedy]", SHARED + "[plain-greedy]")),
     Mutant("all that was saved is put back", "the cache holds another text's tokens", "scheduler.py",
-           "self._target.load(index, entry.kv, count)", "self._target.load(index, entry.kv, entry.kv.shape[2])",
+           "(index, entry.kv, count, len", "(index, entry.kv, entry.kv.shape[2], len",
            (SHARED + "[plain-greedy]",)),
     Mutant("the prefill starts at the beginning", "tokens are in the cache twice", "scheduler.py",
            "row.held = row.stats.reused_tokens = count", "row.stats.reused_tokens = count",

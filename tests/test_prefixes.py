@@ -318,6 +318,23 @@ def test_buffers_grow_once_for_rows_that_join_together(monkeypatch: pytest.Monke
     assert kv.rows == 4
 
 
+class Fixed(FakeEngine):
+    """An engine whose buffers cannot be larger than a full row and a small tree need, as a plan's."""
+
+    def allocate(self, rows: int, capacity: int) -> FakeKV:
+        assert capacity <= 128
+        return super().allocate(rows, capacity)
+
+
+def test_buffers_get_no_larger_than_the_prompt_needs() -> None:
+    store, engine = PrefixStore(10**6, least=4), Fixed(fake_spec(VOCAB, max_length=126))
+    prompt = [*OPENING * 8, 1, 2]
+    for reused in (0, 113, 113):
+        row = make_row(prompt, max_length=126, max_new_tokens=9)
+        assert run(make_scheduler(engine, prefixes=store), row) == [greedy(engine, prompt, 9)]
+        assert row.stats.reused_tokens == reused
+
+
 # Real bundles
 
 NEW = 24
@@ -488,6 +505,6 @@ def test_the_tool_compares_second_turns(capsys: pytest.CaptureFixture[str], monk
     assert re.search(r"without reuse \d+, with it \d+: \d\.\d\d\d\n", report)
     assert re.search(r"answers of \d+ tokens: identical, logits: identical to the bit\n", report)
     load = CachedModel.load
-    monkeypatch.setattr(CachedModel, "load", lambda model, row, saved, count: load(model, row, saved * 0, count))
+    monkeypatch.setattr(CachedModel, "load", lambda model, row, saved, *rest: load(model, row, saved * 0, *rest))
     assert reuse.main(options) == 1
     assert "logits: different bits" in capsys.readouterr().out

@@ -108,7 +108,7 @@ class EagleDrafter(ModelDrafter):
         """See `Drafter.restore`: as many pairs as the target holds tokens, in the cache or by their features."""
         if self._fits(row):
             if saved.kv is not None:
-                self._model.load(index, saved.kv, min(count, saved.pairs))
+                self._model.load(index, saved.kv, min(count, saved.pairs), len(row.prompt))
             self._features[index] = saved.features[: max(count - saved.pairs, 0)]
 
     def _room(self, row: Row) -> int:

@@ -117,7 +117,7 @@ class ModelDrafter:
     def restore(self, index: int, row: Row, saved: Any, count: int) -> None:
         """See `Drafter.restore`."""
         if saved is not None and self._fits(row):
-            self._model.load(index, saved, min(count, saved.shape[2]))
+            self._model.load(index, saved, min(count, saved.shape[2]), len(row.prompt))
 
     def _saved(self, index: int, count: int) -> np.ndarray | None:
         """What the cache holds of the first `count` slots of row `index`; None when that is nothing."""
