@@ -242,7 +242,8 @@ def test_cancelling_the_task_cancels_the_request(gated: LLM, gate: Gate, plain: 
     async def main() -> None:
         async with AsyncLLM(gated) as service:
             gate.close()
-            work = service.generate("a", params()) if how == "generate" else text_of(service.submit("a", params()))
+            stream = service.submit("a", params()) if how == "stream" else None  # kept: it is not dropped
+            work = stream.result() if stream else service.generate("a", params())
             task, other = asyncio.create_task(work), asyncio.create_task(service.generate("b", params()))
             await thread(gate.arrive)
             await thread(gate.let, 2)
