@@ -163,9 +163,7 @@ class LLM:
         for row in rows:
             scheduler.submit(row)
         while scheduler.busy:
-            for row in scheduler.step():
-                if row.error:
-                    raise row.error
+            scheduler.step_together()
         return [row.output() for row in rows]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
@@ -195,10 +193,7 @@ class LLM:
     def _deltas(self, row: Row, scheduler: Scheduler) -> Iterator[Delta]:
         while scheduler.busy:
             known = len(row.tokens)
-            if not scheduler.step():
-                continue  # a part of the prompt
-            if row.error:
-                raise row.error
+            scheduler.step_together()
             yield Delta.since(row, known)
 
     def _choose_method(self) -> str | None:

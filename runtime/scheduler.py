@@ -90,11 +90,19 @@ class Scheduler:
         self._admit()
         self._fill()
         rows = self._rows[: next((n for n in range(len(self._rows), 0, -1) if self._rows[n - 1].ready), 0)]
-        if any(row.ready for row in rows):
+        if rows:
             self._round(rows)
         ran = [row for row in self._rows if row.filled or row.finish_reason]
         self._release_finished()
         return ended + ran
+
+    def step_together(self) -> list[Row]:
+        """See `step`, for rows that succeed or fail together: raises the error of one that failed."""
+        ran = self.step()
+        for row in ran:
+            if row.error:
+                raise row.error
+        return ran
 
     def _round(self, rows: Sequence[Row]) -> None:
         """Propose, verify in one pass, accept, commit, emit; `rows`: the first ones, some of which may not be ready."""

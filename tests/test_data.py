@@ -1,13 +1,15 @@
 """Training data: what the target wrote and held is kept exactly, whatever was interrupted, and shares never mix."""
 
+import itertools
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import numpy as np
 import pytest
 
-from specdec.engines.errors import RequestError
+from specdec.engines.errors import EngineError, RequestError
 from specdec.engines.manifest import read_manifest
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.export.options import ExportOptions
@@ -116,6 +118,24 @@ def test_prompts_that_run_out_are_said_and_what_was_written_is_kept(tmp_path: Pa
         make(tmp_path, 100000)
     assert {row.answer for row in all_rows(Data(tmp_path))}
     assert len(all_rows(Data(tmp_path))) == len(PROMPTS)
+
+
+def test_an_engine_that_fails_ends_the_writing_and_leaves_whole_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, passes = CachedModel.step, itertools.count()
+
+    def failing(self: CachedModel, *inputs: Any) -> Any:
+        if next(passes) == 30:
+            raise EngineError("the chip is on fire")
+        return step(self, *inputs)
+
+    monkeypatch.setattr(CachedModel, "step", failing)
+    with pytest.raises(EngineError, match="the chip is on fire"):
+        make(tmp_path, 100000)
+    monkeypatch.undo()
+    monkeypatch.setattr(writing, "SHARD", 4)
+    assert all(len(row.tokens) == len(row.features) > row.answer for row in all_rows(Data(tmp_path)))
 
 
 def test_a_target_writes_its_own_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ class _Writer:
                 following += 1
             if not owners and len(found) == 0:
                 return
-            for row in self._scheduler.step() if owners else ():
+            for row in self._scheduler.step_together() if owners else ():
                 if row.finish_reason:
                     self._ended(owners, found, row)
             whole = range(due * SHARD, (due + 1) * SHARD)

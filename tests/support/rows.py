@@ -44,9 +44,7 @@ def run(scheduler: Scheduler, *rows: Row) -> list[list[int]]:
     for row in rows:
         scheduler.submit(row)
     while scheduler.busy:
-        for row in scheduler.step():
-            if row.error:
-                raise row.error
+        scheduler.step_together()
     return [row.tokens[len(row.prompt) :] for row in rows]
 
 
