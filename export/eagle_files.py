@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PretrainedConfig
 
 from specdec.engines.errors import PairError, SourceError, UnsupportedModelError
+from specdec.engines.files import replace_file
 from specdec.export.eagle_model import EagleConfig, EagleModel, default_taps
 from specdec.export.families import check_supported, text_config
-from specdec.export.files import replace_file
 from specdec.export.taps import FINAL
 
 EMBEDDING, HEAD, IDS, MEMBERS = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from specdec.engines.errors import SourceError
+from specdec.engines.files import replace_file
 from specdec.export.families import text_config
-from specdec.export.files import replace_file
 from specdec.export.sources import PICKLES, read_json
 
 CONFIG = "config.json"

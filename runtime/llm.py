@@ -115,7 +115,14 @@ class LLM:
         self._draft: Maker | None = None
         self.controller: Controller | None = None
         if record is not None and self.speculative.adaptive:
-            curve = cost_curve(self._target, self._width, self.manifest.files[target.graph].sha256)
+            limits = self.manifest.limits
+            curve = cost_curve(
+                self._target,
+                self.manifest.files[target.graph].sha256,
+                self._width,
+                limits.max_tree,
+                limits.max_length + limits.max_tree,
+            )
             self.controller = Controller(PassTimes(curve, trust=CURVE_TRUST), self._width)
         if record is not None:
             opening = Opening(

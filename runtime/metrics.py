@@ -4,6 +4,7 @@ Names and meanings are vLLM's where it has a counterpart, with `specdec:` in pla
 read from any thread. This module knows what is counted; it knows no server, no scheduler and no thread.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -19,7 +20,7 @@ GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5
 LENGTHS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 
 
-class Metric:
+class Metric(ABC):
     """What counters, gauges and histograms share: a name, a line of help, and their text."""
 
     kind: ClassVar[str]
@@ -35,9 +36,9 @@ class Metric:
         with self._lock:
             return head + "".join(f"{self.name}{sample} {_number(value)}\n" for sample, value in self._samples())
 
+    @abstractmethod
     def _samples(self) -> Iterator[tuple[str, float]]:
         """What follows the name (suffix and labels), and the value; `_lock` is held."""
-        raise NotImplementedError
 
 
 class Counter(Metric):

@@ -273,28 +273,42 @@ def test_it_plans_what_the_configuration_leaves_open() -> None:
 def test_costs_are_measured_once_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     engine = FakeEngine(fake_spec(VOCAB, max_length=600), min_width=2, prefilling=True)
-    curve = cost_curve(engine, 2, "graph one")
+    curve = cost_curve(engine, "graph one", 2)
     assert sorted(curve) == [width for width in WIDTHS if width > 1]
     assert all(ms > 0 for ms in curve.values())
     passes = len(engine.widths)
-    assert cost_curve(engine, 2, "graph one") == curve
+    assert cost_curve(engine, "graph one", 2) == curve
     assert len(engine.widths) == passes
-    cost_curve(engine, 2, "graph two")
+    cost_curve(engine, "graph two", 2)
     other = FakeEngine(fake_spec(VOCAB, max_length=600), prefilling=True, capabilities=Capabilities(device="other"))
-    cost_curve(other, 2, "graph one")
+    cost_curve(other, "graph one", 2)
     assert (len(engine.widths), len(other.widths)) == (2 * passes, passes)
     (kept, *_) = sorted((tmp_path / "costs").iterdir())
     kept.write_bytes(b"{")
     for name in ("graph one", "graph two"):
-        cost_curve(engine, 2, name)
+        cost_curve(engine, name, 2)
     assert len(list((tmp_path / "costs").iterdir())) == 3
+
+
+def test_costs_are_measured_within_the_limits_of_a_compiled_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    engine = FakeEngine(fake_spec(VOCAB, max_length=2000), prefilling=True)
+    asked: list[int] = []
+    allocate = engine.allocate
+    engine.allocate = lambda rows, capacity: (asked.append(capacity), allocate(rows, capacity))[1]  # type: ignore[method-assign]
+    assert list(cost_curve(engine, "graph", 1, most_width=6, slots=100)) == [1, 2, 3, 4, 6]
+    assert (asked, max(engine.widths[1:])) == ([100], 6)
+    assert list(cost_curve(engine, "graph", 1, most_width=64, slots=4096)) == list(WIDTHS)
+    assert asked == [100, 512]
 
 
 def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(costs, "cache_dir", lambda: tmp_path / "file")
     engine = FakeEngine(fake_spec(VOCAB, max_length=600), prefilling=True)
-    assert cost_curve(engine, 1, "graph").keys() == set(WIDTHS)
+    assert cost_curve(engine, "graph", 1).keys() == set(WIDTHS)
 
 
 def test_times_that_no_pass_changes_are_a_pass_time() -> None:

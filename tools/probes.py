@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from specdec.engines.costs import processor
 from specdec.engines.nvidia import Nvidia, ProbeResult, answer_of, ask_driver, one_line
 from specdec.engines.registry import backends
 
@@ -112,12 +113,11 @@ def in_subprocess(probe: str, result: type[ProbeResult]) -> ProbeResult:
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
     """Return what the processor offers to this process; no features where /proc does not exist."""
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     present = set(flags[1].split()) if flags else set()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Cpu(
-        model=model[1] if model else platform.processor() or platform.machine(),
+        model=processor(cpuinfo),
         cores=cores,
         features=tuple(name for name in CPU_FEATURES if name in present),
     )

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from specdec.engines.contract import FloatArray, IntArray
 from specdec.engines.errors import RequestError
-from specdec.export.files import replace_file
+from specdec.engines.files import replace_file
 
 HELD_OUT = 20  # one prompt of so many is never trained on
 RECORD = "data.json"

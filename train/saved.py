@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from specdec.engines.errors import RequestError
-from specdec.export.files import replace_file
+from specdec.engines.files import replace_file
 
 _RECORD = "record"
 R = TypeVar("R", bound=msgspec.Struct)

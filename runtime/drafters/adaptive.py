@@ -73,7 +73,7 @@ class AdaptiveDrafter:
             state.match = self._free.match(index, row) if self._free else None
         ladders = [self._ladder(*each) for each in zip(states, rows, limits, strict=True)]
         gains = [self._gain(*each) for each in zip(states, rows, limits, strict=True)]
-        follow = [self._mean(("follow", depth), FOLLOW) for depth in range(1, self._most)]
+        follow = [self._mean(("follow", depth), FOLLOW) for depth in range(1, self._most)] if any(gains) else []
         plan = self._controller.plan(ladders, gains, self._mean("depth", 1.0), follow)
         trees = [TokenTree.chain(())] * len(rows)
         if self._free:
