@@ -9,10 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from specdec.engines.command import CommandParser, run_command
 from specdec.engines.errors import RequestError
+from specdec.engines.files import replace_file
 from specdec.engines.registry import EngineConfig, backends
 from specdec.runtime.config import TREES, SpeculativeConfig
+from specdec.runtime.controller import Plan
 from specdec.runtime.grammar import StructuredOutputsParams
 from specdec.runtime.llm import LLM, Mode
 from specdec.runtime.params import ACCEPTANCE_RULES, SamplingParams
@@ -40,7 +44,10 @@ EXAMPLES = """examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0 done, 1 failed, 2 wrong usage."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.trace and not args.trace.parent.is_dir():
+        parser.error(f"--trace: there is no folder {args.trace.parent}")
     return run_command(PROG, partial(_generate, args), debug=args.debug)
 
 
@@ -64,11 +71,15 @@ def _generate(args: argparse.Namespace) -> int:
     with LLM(args.bundle, speculative=speculative, variant=args.variant, mode=mode, engine=engine) as llm:
         chat = llm.text.has_chat_template if args.chat is None else args.chat
         prompt = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
+        plans = _watched(llm) if args.trace else []
         for delta in llm.stream(prompt, params):
             if not args.json:
                 print(delta.text, end="", flush=True)
             if delta.output is not None:
                 output = delta.output
+    if args.trace:
+        lines = b"".join(msgspec.json.encode({"kind": plan.kind} | msgspec.to_builtins(plan)) + b"\n" for plan in plans)
+        replace_file(args.trace, lambda part: part.write_bytes(lines))
     if args.json:
         report = {
             "text": output.text,
@@ -82,6 +93,15 @@ def _generate(args: argparse.Namespace) -> int:
     if not output.stats.lossless:
         print(f"{PROG}: note: {params.rule} is lossy: this is not the target's own distribution", file=sys.stderr)
     return 0
+
+
+def _watched(llm: LLM) -> list[Plan]:
+    """Where the plans of the rounds to come will be."""
+    if llm.controller is None:
+        raise RequestError("--trace: nothing is planned without a drafter, or with a given number or shape of tokens")
+    plans = list[Plan]()
+    llm.controller.watch = plans.append
+    return plans
 
 
 def _structured_outputs(args: argparse.Namespace) -> StructuredOutputsParams | None:
@@ -110,7 +130,7 @@ def _prompt(text: str) -> str:
         raise RequestError(f"standard input is not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     defaults: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
     parser = CommandParser(PROG, "Generate text from a bundle, with speculative decoding.", EXAMPLES)
     parser.add_argument("bundle", metavar="BUNDLE", help="folder made by specdec-export")
@@ -137,13 +157,17 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--grammar", metavar="FILE", help="the answer is of this Lark grammar")
 
     speculation = parser.add_argument_group("speculation")
-    speculation.add_argument("--method", default="auto", help="a drafter of the bundle (default auto: its first)")
+    speculation.add_argument("--method", default="auto", help="a drafter of the bundle, or ngram+DRAFTER (default "
+                             "auto: the best that there is, as far as it pays)")  # fmt: skip
     speculation.add_argument("--num-speculative-tokens", type=int, metavar="K", help="most draft tokens a round")
     speculation.add_argument("--tree", choices=TREES, default="chain", help="shape of the drafts; trees "
                              "are lossless in law, not in bits (default %(default)s)")  # fmt: skip
     speculation.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default=defaults["acceptance"],
                              help="how sampled drafts are verified: with coupled a seed gives the same text with and "
-                             "without speculation; lossy-typical is lossy (default %(default)s)")  # fmt: skip
+                             "without speculation; lossy-typical is lossy (default: coupled with --seed, else block)"
+                             )  # fmt: skip
+    speculation.add_argument("--trace", metavar="FILE", type=Path, help="write what was planned, and what each kind of "
+                             "round promised (tokens a millisecond): a line of JSON a round")  # fmt: skip
     speculation.add_argument("--no-speculation", action="store_true", help="plain decoding")
     speculation.add_argument("--fast", action="store_true", help="allow one-token passes: faster plain decoding, gives "
                              "up bit equality with speculation and batches")  # fmt: skip

@@ -3,12 +3,13 @@
 A round of B rows costs a pass of the target, B rows by the widest input, and what drafting takes; it brings B tokens
 and the draft tokens that are kept. The plan with most tokens a millisecond is chosen (Leviathan et al.,
 arXiv:2211.17192, on the best draft length, for a batch). Nothing here depends on what is about to be drawn, so plans
-cost no exactness (docs/lossless.md). This module knows milliseconds and chances: no model, no tokens, no row.
+cost no exactness (docs/lossless.md). What is not tried is slowly forgotten, until what was expected of it at first
+makes it worth a trial. This module knows milliseconds and chances: no model, no tokens, no row.
 """
 
 from bisect import bisect
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -21,8 +22,8 @@ ROW_TRUST = 24.0  # observations of its own that weigh as much with a row as tho
 STEADY = 15  # observations that a pace is the median of
 CURVE_TRUST = 10  # observations that a curve measured at load is worth
 CELL_TRUST = 4.0  # observations of one size of pass before it may differ from the curve by half of what was seen
-WEAK = 0.5  # tokens of a free draft that are given up to try another
-LONGEST_SILENCE = 64  # rounds after which a drafter that did not pay is tried again, at most
+UNTRIED = 0.999  # weight that is left of all observations of a kind when there could have been one, and was none
+RECALL = 64  # rounds without a draft's passes after which one more of their times is the curve's again
 
 _CURVE = (0, 0)  # in place of a size, for what was known at load
 
@@ -61,6 +62,12 @@ class PassTimes:
                 weight, total = self._weighed(key)
                 self._cells[key] = (weight + 1, total + min(max(ms / (curve * self._pace), 0.5), 2.0), self._now)
 
+    def recall(self) -> None:
+        """Forget a little of what passes took of late, when there are none: the curve counts as one more of them."""
+        with self._lock:
+            self._recent.append((_CURVE, 1.0))
+            self._pace = median(pace for _, pace in self._recent)
+
     def _whole(self, rows: int, width: int) -> float:
         return self._curve(rows * width) * self._pace * self._ratio((rows, width))
 
@@ -96,9 +103,10 @@ class Mean:
         self.fade()
         self._total, self._weight = self._total + value, self._weight + 1
 
-    def fade(self) -> None:
-        """Forget as much as an observation makes forget."""
-        self._total, self._weight = self._forget * self._total, self._forget * self._weight
+    def fade(self, left: float | None = None) -> None:
+        """Leave `left` of the weight of all observations; None: as much as an observation leaves."""
+        left = self._forget if left is None else left
+        self._total, self._weight = left * self._total, left * self._weight
 
     @property
     def seen(self) -> bool:
@@ -123,14 +131,28 @@ class Plan:
     """What to draft in a round.
 
     `width`: draft tokens of a row whose draft is free. `asked`: for each row, whether the drafter that takes passes
-    drafts for it. prices[d]: tokens that its level d + 1 has to bring, over all rows, to be worth its time. `rate`:
-    tokens a millisecond that are expected.
+    drafts for it. prices[d]: tokens that its level d + 1 has to bring, over all rows, to be worth its time.
+    rates[kind]: tokens a millisecond that the best round of each kind promises; this is that of `kind`, the most.
     """
 
     width: int
     asked: tuple[bool, ...]
     prices: tuple[float, ...]
-    rate: float
+    rates: Mapping[str, float]
+
+    @property
+    def kind(self) -> str:
+        """Of its drafts: asked, free, or plain when there are none."""
+        return _kind(self.width, self.asked)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a millisecond that are expected."""
+        return self.rates[self.kind]
+
+
+def _kind(width: int, asked: tuple[bool, ...]) -> str:
+    return "asked" if any(asked) else "free" if width else "plain"
 
 
 class Controller:
@@ -138,15 +160,17 @@ class Controller:
 
     What two threads learn at the same moment may be counted once.
 
-    `times`: of the target's passes. `least_width`: positions of its narrowest pass. `levels`: of a draft's levels.
+    `times`: of the target's passes. `least_width`: positions of its narrowest pass. `levels`: of a draft's levels, a
+    guess until they are known. `watch`: told of every plan.
     """
 
     def __init__(self, times: PassTimes, least_width: int) -> None:
         self.times, self._least = times, least_width
-        self.levels = PassTimes({1: 0.1 * times.ms(1, least_width)}, trust=0)
-        self._means: Means = defaultdict(Mean)
-        self._silence, self._patience = 0, 1
+        self.levels = PassTimes({1: 0.1 * times.ms(1, least_width)}, trust=1)
+        self.watch: Callable[[Plan], None] | None = None
         self.rounds: dict[str, int] = {"plain": 0, "free": 0, "asked": 0}
+        self._means: Means = defaultdict(Mean)
+        self._silent = 0
 
     def mean(self, key: Hashable, prior: float, trust: float, own: Means | None = None) -> float:
         """The mean of `key`: of all rows, and more and more of the one whose means are `own`."""
@@ -158,6 +182,11 @@ class Controller:
         self._means[key].add(value)
         if own is not None:
             own[key].add(value)
+
+    def forget(self, key: Hashable, own: Means) -> None:
+        """Count that there could have been an observation of one row, and was none."""
+        self._means[key].fade(UNTRIED)
+        own[key].fade()
 
     def plan(
         self, ladders: Sequence[Sequence[float]], gains: Sequence[float], depth: float, follow: Sequence[float]
@@ -175,16 +204,24 @@ class Controller:
             for found in self._both(rows, width, [each[min(width, len(each) - 1)] for each in sums], gains, depth)
         ]
         rate, _, width, asked = max(plans, key=lambda found: found[:2])
-        asked = self._explored(asked, [gain > 0 and each[min(width, len(each) - 1)] < WEAK
-                                       for gain, each in zip(gains, sums, strict=True)])  # fmt: skip
-        self.rounds["asked" if any(asked) else "free" if width else "plain"] += 1
+        if any(gains) and not any(asked):
+            self._silent += 1
+            if self._silent % RECALL == 0:
+                self.levels.recall()
         due = max(self._least, 1 + width if not all(asked) else 1)
         level = self.levels.ms(rows, 1)
         prices = (
             rate * (self.times.ms(rows, max(due, at + 3)) - self.times.ms(rows, max(due, at + 2)) + level) / chance
             for at, chance in enumerate(follow)
         )
-        return Plan(width, asked, (0.0, *prices), rate)
+        rates: dict[str, float] = {}
+        for promised, _, wide, some in plans:
+            rates[_kind(wide, some)] = max(promised, rates.get(_kind(wide, some), 0.0))
+        plan = Plan(width, asked, (0.0, *prices), rates)
+        self.rounds[plan.kind] += 1
+        if self.watch is not None:
+            self.watch(plan)
+        return plan
 
     def _both(
         self, rows: int, width: int, free: Sequence[float], gains: Sequence[float], depth: float
@@ -200,17 +237,6 @@ class Controller:
             tokens = rows + sum(map(max, gains, free))
             found.append((tokens / ms, -width, width, asked))
         return found
-
-    def _explored(self, asked: tuple[bool, ...], possible: Sequence[bool]) -> tuple[bool, ...]:
-        """Ask all the same where nobody was asked for long and little is lost; twice as long after every time."""
-        if any(asked):
-            self._silence, self._patience = 0, max(self._patience // 2, 1)
-        elif any(possible):
-            self._silence += 1
-            if self._silence >= self._patience:
-                self._silence, self._patience = 0, min(2 * self._patience, LONGEST_SILENCE)
-                return tuple(possible)
-        return asked
 
     def report(self) -> dict[str, Any]:
         """What is known by now, in plain figures: rounds by kind, times of passes, means."""

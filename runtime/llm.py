@@ -7,6 +7,7 @@
 This module wires bundle, engines, drafter and scheduler together; the algorithm is `scheduler.py`.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,19 @@ from specdec.engines.base import Engine, Heads, capacity_bucket
 from specdec.engines.contract import HeadsSpec, ModelSpec
 from specdec.engines.costs import cost_curve
 from specdec.engines.errors import RequestError
-from specdec.engines.manifest import BLOCKWISE, MEDUSA, NGRAM, MedusaDrafter, Variant, read_manifest, verify_files
+from specdec.engines.manifest import (
+    BESIDE,
+    BLOCKWISE,
+    MEDUSA,
+    NGRAM,
+    EagleDrafter,
+    LayerSkipDrafter,
+    MedusaDrafter,
+    ModelDrafter,
+    Variant,
+    read_manifest,
+    verify_files,
+)
 from specdec.engines.registry import EngineConfig, open_engine, open_heads, with_plans
 from specdec.runtime.config import SpeculativeConfig
 from specdec.runtime.controller import CURVE_TRUST, Controller, PassTimes
@@ -115,15 +128,10 @@ class LLM:
         self._draft: Maker | None = None
         self.controller: Controller | None = None
         if record is not None and self.speculative.adaptive:
-            limits = self.manifest.limits
-            curve = cost_curve(
-                self._target,
-                self.manifest.files[target.graph].sha256,
-                self._width,
-                limits.max_tree,
-                limits.max_length + limits.max_tree,
-            )
-            self.controller = Controller(PassTimes(curve, trust=CURVE_TRUST), self._width)
+            self.controller = Controller(self._pass_times(self.manifest.target.spec, target), self._width)
+            if isinstance(record, ModelDrafter | LayerSkipDrafter | EagleDrafter):
+                draft = pick_variant(record.model, variant if isinstance(record, BESIDE) else None)
+                self.controller.levels = self._pass_times(record.model.spec, draft)
         if record is not None:
             opening = Opening(
                 method=last,
@@ -166,7 +174,8 @@ class LLM:
         rows = [self._row(prompt, own) for prompt, own in zip(batch, each, strict=True)]
         if max_rows is not None and max_rows < 1:
             raise RequestError(f"max_rows must be at least 1, not {max_rows}")
-        scheduler = self._scheduler(min(len(rows), max_rows or len(rows)))
+        # nobody reads a text before the last one ends, so no row is in a hurry: rounds run as full as they can be
+        scheduler = self._scheduler(min(len(rows), max_rows or len(rows)), prefill_tokens=sys.maxsize)
         for row in rows:
             scheduler.submit(row)
         while scheduler.busy:
@@ -222,6 +231,12 @@ class LLM:
             config = with_plans(self._engine_config, self.bundle, variant)
             self._engines[variant.graph] = self._opener(self.bundle / variant.graph, spec, config)
         return self._engines[variant.graph], variant.invariance.least_width if self.mode == "exact" else 1
+
+    def _pass_times(self, spec: ModelSpec, variant: Variant) -> PassTimes:
+        """What the passes of a graph take, measured on this machine."""
+        (engine, width), limits = self._open(spec, variant), self.manifest.limits
+        content, slots = self.manifest.files[variant.graph].sha256, limits.max_length + limits.max_tree
+        return PassTimes(cost_curve(engine, content, width, limits.max_tree, slots), trust=CURVE_TRUST)
 
     def _open_heads(self, record: MedusaDrafter) -> Heads:
         self._heads = self._heads_opener(self.bundle / record.graph, record.spec, self._engine_config)

@@ -35,6 +35,19 @@ def test_streams_the_text(capsys: pytest.CaptureFixture[str], expected: str) -> 
     assert run(capsys, "-p", PROMPT, "--raw", "--max-new-tokens", "20") == (0, expected + "\n", "")
 
 
+def test_a_trace_has_a_plan_for_every_round(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "plans.jsonl"
+    _, out, _ = run(capsys, "-p", PROMPT, "--json", "--trace", str(trace))
+    plans = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert len(plans) == json.loads(out)["stats"]["rounds"]
+    assert all(plan["rates"][plan["kind"]] == max(plan["rates"].values()) for plan in plans)
+    for options, said in ((("--no-speculation", "--trace", str(trace)), "nothing is planned"),
+                          (("--trace", str(tmp_path / "no" / "plans.jsonl")), "there is no folder")):  # fmt: skip
+        code, _, err = run(capsys, "-p", PROMPT, *options)
+        assert code == 2
+        assert said in err
+
+
 def test_json_holds_text_tokens_reason_and_figures(capsys: pytest.CaptureFixture[str], expected: str) -> None:
     code, out, err = run(capsys, "-p", PROMPT, "--raw", "--max-new-tokens", "20", "--json")
     report = json.loads(out)

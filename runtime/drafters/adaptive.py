@@ -19,7 +19,7 @@ from specdec.runtime.request import Row
 from specdec.runtime.tree import TokenTree
 
 NGRAM_TRUST = 20.0  # observations that the measured chances of n-grams are worth
-GAIN, FOLLOW, PRIOR_TRUST = 0.5, 0.5, 8.0  # of a drafter of which nothing is known yet: it is tried
+GAIN, FOLLOW, PRIOR_TRUST = 1.0, 0.5, 8.0  # of a drafter of which nothing is known yet: it is tried
 
 
 class PricedDrafter(Drafter, Protocol):
@@ -94,7 +94,9 @@ class AdaptiveDrafter:
         for state, row, tree, was_asked in zip(states, rows, trees, plan.asked, strict=True):
             state.asked, state.depth = was_asked, tree.depth
             if not was_asked:
-                state.means["gain", _sampled(row)].fade()
+                self._controller.forget(("gain", _sampled(row)), state.means)
+                if state.match is not None:
+                    self._controller.forget(_match_key(row, state.match + tree.depth), state.means)
         return trees
 
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
