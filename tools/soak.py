@@ -1,0 +1,321 @@
+"""Does a service stay right, whole and small for long? Mixed requests for minutes, each answer compared with its own.
+
+Clients ask, read slowly, cancel, disappear and ask for nonsense; passes of the engine fail on purpose. Every answer has
+to be the one that the same request gets alone, without speculation; every failure has to be the planted one. This
+module knows `AsyncLLM` from outside, as an application does; what runs inside it does not know.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from time import monotonic
+from typing import Any
+
+import msgspec
+
+from specdec.engines.base import Engine
+from specdec.engines.command import CommandParser, positive, run_command
+from specdec.engines.contract import ModelSpec
+from specdec.engines.errors import BusyError, EngineError, RequestError
+from specdec.engines.prompts import PROMPTS
+from specdec.engines.registry import EngineConfig, open_engine
+from specdec.runtime.async_llm import AsyncLLM
+from specdec.runtime.config import SpeculativeConfig
+from specdec.runtime.delivery import Stream
+from specdec.runtime.llm import LLM
+from specdec.runtime.params import SamplingParams
+from specdec.runtime.request import RequestOutput
+
+PROG = "python -m specdec.tools.soak"
+EXAMPLES = """examples:
+  python -m specdec.tools.soak bundle --minutes 15
+  python -m specdec.tools.soak bundle --minutes 1 --clients 64 --rows 4 --fault-every 0
+"""
+PLANTED = "planted by specdec.tools.soak"
+SECOND_TURN = "Say it again in other words."
+GROWTH = 0.05  # of memory, between the second quarter of a run and the last, that is still flat
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A request, and what it is answered when it is alone."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    alone: RequestOutput
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What happened. `outcomes`: of requests, by what became of them; `wrong`: what should not have been, a line each.
+
+    `memory`: bytes that the process held, second by second.
+    """
+
+    seconds: float = 0.0
+    outcomes: Counter[str] = msgspec.field(default_factory=Counter)
+    tokens: int = 0
+    faults: int = 0
+    wrong: list[str] = msgspec.field(default_factory=list)
+    memory: list[int] = msgspec.field(default_factory=list)
+
+    @property
+    def growth(self) -> float:
+        """By how much the memory of the last quarter is more than that of the second; the first one warms up."""
+        quarter = len(self.memory) // 4
+        if not quarter:
+            return 0.0
+        return median(self.memory[-quarter:]) / median(self.memory[quarter : 2 * quarter]) - 1
+
+
+def cases(llm: LLM) -> list[Case]:
+    """Requests of every kind, answered by `llm`, which runs one at a time without speculation."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 1.0, "top_p": 0.9, "seed": 2, "repetition_penalty": 1.1},
+        {"stop": (".",), "min_new_tokens": 4},
+    )
+    found = []
+    for number, prompt in enumerate(PROMPTS):
+        first = _ask(llm, [{"role": "user", "content": prompt.text}], prompt.text)
+        for place, options in enumerate(kinds):
+            params = SamplingParams(max_new_tokens=16 + 16 * ((number + place) % 4), **options)
+            found.append(_answered(llm, first, params))
+        said = [{"role": "user", "content": prompt.text}, {"role": "assistant", "content": found[-1].alone.text}]
+        second = _ask(llm, [*said, {"role": "user", "content": SECOND_TURN}], f"{prompt.text} {SECOND_TURN}")
+        found.append(_answered(llm, second, SamplingParams(max_new_tokens=32)))
+    return found
+
+
+def _ask(llm: LLM, messages: list[Any], text: str) -> tuple[int, ...]:
+    ids = llm.chat_prompt(messages) if llm.text.has_chat_template else llm.text.encode(text, special=True)
+    return tuple(ids)
+
+
+def _answered(llm: LLM, prompt: tuple[int, ...], params: SamplingParams) -> Case:
+    return Case(prompt, params, llm.generate(prompt, params)[0])
+
+
+class Faults:
+    """Opens engines of which one pass in `every` fails, while this is `armed`; 0: none does."""
+
+    def __init__(self, every: int, seed: int) -> None:
+        self.armed, self.count = False, 0
+        self._every, self._random = every, Random(seed)
+
+    def open(self, path: Path, spec: ModelSpec, config: EngineConfig | None) -> Engine:
+        """See `registry.open_engine`."""
+        engine = open_engine(path, spec, config)
+        step = engine.step
+
+        def failing(*inputs: Any) -> Any:
+            if self.armed and self._every and self._random.randrange(self._every) == 0:
+                self.count += 1
+                raise EngineError(PLANTED)
+            return step(*inputs)
+
+        engine.step = failing  # type: ignore[assignment,method-assign]
+        return engine
+
+
+async def soak(llm: LLM, known: Sequence[Case], report: Report, *, clients: int, rows: int, seed: int,
+               going_on: Callable[[], bool]) -> None:  # fmt: skip
+    """Let `clients` ask `llm`, `rows` requests at a time, while `going_on()`; then see that nothing is left."""
+    async with AsyncLLM(llm, max_rows=rows, most_waiting=max(clients // 2, 1)) as service:
+        watcher = asyncio.create_task(_watch(report))
+        asking = [_client(service, known, report, Random(f"{seed} {number}"), going_on) for number in range(clients)]
+        await asyncio.gather(*asking)
+        watcher.cancel()
+        if not await service.drain(60):
+            report.wrong.append("requests were left when no client was")
+        metrics = service.metrics
+        if left := metrics.num_requests_running.value + metrics.num_requests_waiting.value:
+            report.wrong.append(f"the gauges end with {left} requests that run or wait")
+
+
+async def _client(
+    service: AsyncLLM, known: Sequence[Case], report: Report, random: Random, going_on: Callable[[], bool]
+) -> None:
+    """Ask one request after the other, each in a way of its own."""
+    ways = (_read, _read, _read, _read_slowly, _cancel, _leave, _disappear)
+    while going_on():
+        case = random.choice(known)
+        if random.random() < 0.06:
+            _ask_nonsense(service, report)
+            continue
+        try:
+            stream = service.submit(case.prompt, case.params)
+        except BusyError:
+            report.outcomes["refused: busy"] += 1
+            await asyncio.sleep(random.random())
+            continue
+        try:
+            outcome = await random.choice(ways)(stream, case, report, random)
+        except Exception as exc:
+            outcome = "failed as planted"
+            if str(exc) != PLANTED:
+                outcome = "failed"
+                report.wrong.append(f"an error that nobody planted: {type(exc).__name__}: {exc}")
+        report.outcomes[outcome] += 1
+
+
+async def _read(stream: Stream, case: Case, report: Report, random: Random, pause: float = 0.0) -> str:
+    """Read to the end: the answer has to be that of the request alone, in one piece and in its deltas."""
+    text, tokens, output = "", list[int](), list[RequestOutput]()
+    async for delta in stream:
+        text, tokens = text + delta.text, [*tokens, *delta.token_ids]
+        output += [delta.output] if delta.output else []
+        if pause:
+            await asyncio.sleep(random.random() * pause)
+    report.tokens += len(tokens)
+    whole = [(tuple(tokens), text)] + [(each.token_ids, each.text) for each in output]
+    if len(output) != 1 or set(whole) != {(case.alone.token_ids, case.alone.text)}:
+        report.wrong.append(f"{case.alone.token_ids} was to come, {len(output)} answers came: {whole}")
+    return "answered"
+
+
+async def _read_slowly(stream: Stream, case: Case, report: Report, random: Random) -> str:
+    await _read(stream, case, report, random, pause=0.3)
+    return "answered, read slowly"
+
+
+async def _cancel(stream: Stream, case: Case, report: Report, random: Random) -> str:
+    """Cancel after some deltas: what came is how the answer begins."""
+    await _read_some(stream, case, report, random)
+    stream.cancel()
+    output = await stream.result()
+    _check_beginning(output.token_ids, case, report)
+    if output.finish_reason not in ("abort", case.alone.finish_reason):
+        report.wrong.append(f"a cancelled request ended with {output.finish_reason}")
+    return "cancelled" if output.finish_reason == "abort" else "cancelled too late"
+
+
+async def _leave(stream: Stream, case: Case, report: Report, random: Random) -> str:
+    async with stream:
+        await _read_some(stream, case, report, random)
+    return "left"
+
+
+async def _disappear(stream: Stream, case: Case, report: Report, random: Random) -> str:
+    """The reading task is cancelled, as a server does when its client is gone."""
+    task = asyncio.create_task(_read(stream, case, report, random))
+    await asyncio.sleep(random.random())
+    task.cancel()
+    found = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(found[0], asyncio.CancelledError):
+        return "disappeared"
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return "answered"
+
+
+async def _read_some(stream: Stream, case: Case, report: Report, random: Random) -> None:
+    tokens: tuple[int, ...] = ()
+    for _ in range(random.randrange(6)):
+        delta = await anext(stream, None)
+        if delta is None:
+            break
+        tokens += delta.token_ids
+    _check_beginning(tokens, case, report)
+
+
+def _check_beginning(tokens: tuple[int, ...], case: Case, report: Report) -> None:
+    if tokens != case.alone.token_ids[: len(tokens)]:
+        report.wrong.append(f"{tokens} is not how {case.alone.token_ids} begins")
+
+
+def _ask_nonsense(service: AsyncLLM, report: Report) -> None:
+    try:
+        service.submit([])
+    except RequestError:
+        report.outcomes["refused: invalid"] += 1
+    else:
+        report.wrong.append("an empty prompt was taken")
+
+
+async def _watch(report: Report) -> None:
+    while True:
+        report.memory.append(_resident())
+        await asyncio.sleep(1)
+
+
+def _resident() -> int:
+    """Bytes of this process in memory; 0 where /proc does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+@contextmanager
+def armed(faults: Faults, report: Report) -> Iterator[None]:
+    """Let passes fail meanwhile, and count them."""
+    faults.armed = True
+    try:
+        yield
+    finally:
+        faults.armed = False
+        report.faults = faults.count
+
+
+def verdict(report: Report) -> str:
+    """What was found, in lines for people."""
+    total = sum(report.outcomes.values())
+    lines = [f"{total} requests, {report.tokens} tokens of whole answers in {report.seconds:.0f} s, "
+             f"{report.faults} passes failed on purpose"]  # fmt: skip
+    lines += [f"  {count:>7} {outcome}" for outcome, count in sorted(report.outcomes.items())]
+    if report.memory and report.memory[-1]:
+        lines.append(f"memory: {report.memory[-1] / 2**20:.0f} MiB at the end, {report.growth:+.1%} from the second "
+                     "quarter of the run to the last")  # fmt: skip
+    lines += [f"WRONG: {line[:400]}" for line in report.wrong[:20]]
+    lines.append(f"{len(report.wrong)} WRONG" if report.wrong else "nothing lost, mixed up or wrong")
+    return "\n".join(lines)
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(PROG, "Run mixed requests for long and compare each answer with its own.", EXAMPLES)
+    add = parser.add_argument
+    add("bundle", metavar="BUNDLE", type=Path, help="folder made by specdec-export")
+    add("--minutes", metavar="X", type=float, default=15.0, help="of load (default %(default)s)")
+    add("--clients", metavar="N", type=positive, default=24, help="that ask at a time (default %(default)s)")
+    add("--rows", metavar="N", type=positive, default=8, help="requests that run at a time (default %(default)s)")
+    add("--method", metavar="DRAFTER", default="auto", help="who drafts (default %(default)s)")
+    add("--fault-every", metavar="N", type=int, default=500, help="passes of an engine, one of which fails on purpose; "
+        "0: none (default %(default)s)")  # fmt: skip
+    add("--seed", metavar="N", type=int, default=0, help="of what clients do (default %(default)s)")
+    add("--threads", metavar="N", type=positive, default=os.cpu_count() or 1, help="default: one per core")
+    add("--json", metavar="FILE", type=Path, help="write the figures to a file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0 all was right, 1 something was wrong or grew, 2 wrong usage."""
+    args = _parser().parse_args(argv)
+    return run_command(PROG, partial(_run, args), debug=args.debug)
+
+
+def _run(args: argparse.Namespace) -> int:
+    config, report = EngineConfig(threads=args.threads), Report()
+    with LLM(args.bundle, speculative=SpeculativeConfig(method=None), engine=config, prefix_bytes=0) as alone:
+        known = cases(alone)
+    faults = Faults(args.fault_every, args.seed)
+    drafting = SpeculativeConfig(method=args.method)
+    with LLM(args.bundle, speculative=drafting, engine=config, opener=faults.open) as llm, armed(faults, report):
+        started = monotonic()
+        end = started + 60 * args.minutes
+        asyncio.run(soak(llm, known, report, clients=args.clients, rows=args.rows, seed=args.seed,
+                         going_on=lambda: monotonic() < end))  # fmt: skip
+        report.seconds = monotonic() - started
+    print(verdict(report))
+    if args.json:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    return 1 if report.wrong or report.growth > GROWTH else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
