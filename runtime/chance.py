@@ -10,6 +10,7 @@ import numpy as np
 
 from specdec.engines.contract import FloatArray
 
+_LEAST = np.finfo(np.float64).tiny
 _KEPT_POSITIONS = 16  # noise of so many positions is kept: p and q of one position, and a tree's depths, share it
 
 
@@ -59,22 +60,23 @@ class PositionNoise:
 
         The first is distributed as p; the list as tokens drawn from p one after another without replacement.
         """
-        ids = np.flatnonzero(p)
-        with np.errstate(over="ignore"):  # of a probability next to 0: infinitely late
-            arrival = self.noise(position, len(p))[ids] / p[ids]
+        with np.errstate(over="ignore", divide="ignore"):  # of a probability of 0 or next to it: infinitely late
+            arrival = self.noise(position, len(p)) / p
         if count == 1:
-            return [int(ids[arrival.argmin()])]
-        return [int(token) for token in ids[np.argsort(arrival, kind="stable")[:count]]]
+            return [int(arrival.argmin())] if p.any() else []
+        ids = np.flatnonzero(p)
+        return [int(token) for token in ids[np.argsort(arrival[ids], kind="stable")[:count]]]
 
     def noise(self, position: int, size: int) -> FloatArray:
-        """The noise of a position [size]; not to be changed."""
+        """The noise of a position [size], above 0; not to be changed."""
         noise = self._kept.get(position)
         if noise is None or len(noise) != size:
             if len(self._kept) >= _KEPT_POSITIONS:
                 del self._kept[next(iter(self._kept))]  # the oldest
             # the low words of the counter count the numbers of one position
             bits = np.random.Philox(key=self._key, counter=np.array([0, 0, 0, position], np.uint64))
-            noise = self._kept[position] = np.random.Generator(bits).standard_exponential(size)
+            noise = np.random.Generator(bits).standard_exponential(size)
+            self._kept[position] = np.maximum(noise, _LEAST, out=noise)  # 0 over a probability of 0 is no number
         return noise
 
 

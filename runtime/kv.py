@@ -178,12 +178,15 @@ class CachedModel:
             self._kv.resize(max(self.rows, self._kv.rows), capacity, max(used, int(self.lens[: self.rows].max())))
         return self._kv
 
-    def shrink(self) -> None:
-        """Give memory back when the active rows need half of the buffers or less: an engine attends over all of it."""
+    def shrink(self, slots: int = 0) -> None:
+        """Give memory back when the active rows need half of the buffers or less: an engine attends over all of it.
+
+        `slots`: what they will hold soon, if that is more than they do.
+        """
         if self._kv is None or not self.engine.capabilities.growable:
             return
         used = int(self.lens[: self.rows].max(initial=0))
-        rows, capacity = max(self.rows, 1), capacity_bucket(used + SPARE)
+        rows, capacity = max(self.rows, 1), capacity_bucket(max(used, slots) + SPARE)
         rows = rows if 2 * rows <= self._kv.rows else self._kv.rows
         capacity = capacity if 2 * capacity <= self._kv.capacity else self._kv.capacity
         if (rows, capacity) != (self._kv.rows, self._kv.capacity):
@@ -238,7 +241,7 @@ class BorrowedModel(CachedModel):
         self.rows = self._target.rows
         self.lens[: self.rows] = self._target.lens[: self.rows]
 
-    def shrink(self) -> None:
+    def shrink(self, slots: int = 0) -> None:
         """See `CachedModel.shrink`: the buffers are the target's."""
 
     def reserve(self, slots: int, used: int = 0) -> KVBuffers:

@@ -162,6 +162,8 @@ class Scheduler:
             self._rows.append(row)
             if self._drafter:
                 self._drafter.admit(row)
+        if len(self._rows) > running:
+            self._shrink()
         for index in range(running, len(self._rows)):
             self._resume(index, self._rows[index])
 
@@ -205,6 +207,7 @@ class Scheduler:
                 started = perf_counter()
                 part = row.prompt[row.held : -1][:PREFILL_WIDTH][: left if left > 0 else None]
                 with row.guard():
+                    self._target.reserve(len(row.prompt))  # once, not part by part
                     self._target.prefill(index, part)
                     row.held += len(part)
                     if self._drafter:
@@ -228,8 +231,11 @@ class Scheduler:
                 self._target.drop_row(index)
                 self._rows[index] = self._rows[-1]
                 self._rows.pop()
-        if len(self._rows) < left:
-            self._target.shrink()
+        if len(self._rows) < left and not self._waiting:  # else others take their places first
+            self._shrink()
+
+    def _shrink(self) -> None:
+        self._target.shrink(max((len(row.tokens) for row in self._rows), default=0))
 
 
 def accept(row: Row, tree: TokenTree, logits: FloatArray) -> Accepted:

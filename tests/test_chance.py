@@ -1,5 +1,6 @@
 """Dice and noise: coins at their edges, draws, noise by position, and text that no draft changes."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -123,6 +124,8 @@ def test_no_more_are_drawn_than_are_possible() -> None:
         assert sorted(PositionNoise(seed).ranking(q, 7, 4)) == [1, 3]
         assert draw_without_replacement(np.array([0.0, 1.0]), 2, RandomDice(seed)) == [1]
         assert PositionNoise(seed).ranking(np.array([0.0, 1.0]), 7, 2) == [1]
+        for zeros, count in itertools.product((np.zeros(3), np.zeros(0)), (1, 2)):
+            assert PositionNoise(seed).ranking(zeros, 7, count) == []
 
 
 # --- Noise by position
