@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,18 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Watch = Callable[[Sequence[int], FloatArray], None]  # (all tokens before an emitted one, logits [V] it was chosen from)
 
 
+class Round(NamedTuple):
+    """One target pass of a request: its draft was `depth` tokens deep and `kept` of them were accepted.
+
+    The token after those is the target's own; what comes after the answer's end is dropped. `ms`: when its tokens were
+    there, milliseconds after submission.
+    """
+
+    depth: int
+    kept: int
+    ms: float
+
+
 @dataclass(slots=True)
 class Stats:
     """What one request cost. Token counts are of emitted tokens: new_tokens = draft_tokens_accepted + bonus_tokens.
@@ -33,6 +45,7 @@ class Stats:
     `queue_ms` runs from submission until a row was free, `ttft_ms` from submission to the first token. Rounds split
     into target engine, drafting, and host (packing, sampling, acceptance, text); rows of a batch share them.
     `proposed_at` and `accepted_at`: rounds whose draft was so deep, and that kept so much of it, for depth 1, 2, ...
+    `history`: the rounds one by one, which tells how each token came to be, and when.
     `acceptance` is the rule that sampled drafts are verified by, `lossless` whether the text is distributed as the
     target's own.
     """
@@ -52,12 +65,14 @@ class Stats:
     host_ms: float = 0.0
     proposed_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    history: list[Round] = field(default_factory=list)
     acceptance: Acceptance = "block"
     lossless: bool = True
 
-    def count_draft(self, nodes: int, depth: int, kept: int) -> None:
-        """Count a round: a draft of `nodes` nodes, `depth` deep, of which `kept` were accepted."""
+    def count_draft(self, nodes: int, depth: int, kept: int, ms: float = 0.0) -> None:
+        """Count a round: a draft of `nodes` nodes, `depth` deep, `kept` of them accepted, `ms` after submission."""
         self.rounds += 1
+        self.history.append(Round(depth, kept, ms))
         self.draft_tokens_proposed += nodes
         for counts, reached in ((self.proposed_at, depth), (self.accepted_at, kept)):
             counts += [0] * (depth - len(counts))
@@ -149,6 +164,11 @@ class Row:
         self.stats.lossless = self.params.temperature == 0 or is_lossless(self.params.rule)
 
     @property
+    def age_ms(self) -> float:
+        """Milliseconds since submission."""
+        return (perf_counter() - self.submitted) * 1000
+
+    @property
     def pending(self) -> int:
         """The token that the target has not seen yet."""
         return self.tokens[-1]
@@ -203,7 +223,7 @@ class Row:
             self.finish_reason = self._end(token)
             if self.finish_reason:
                 break
-        self.stats.ttft_ms = self.stats.ttft_ms or (perf_counter() - self.submitted) * 1000
+        self.stats.ttft_ms = self.stats.ttft_ms or self.age_ms
         if self.finish_reason:
             self.stream.finish()
 

@@ -133,7 +133,7 @@ class Scheduler:
         path, token = accept(row, tree, logits)
         kept = (0, *(1 + node for node in path))  # the pending token and the draft tokens that were kept
         self._target.commit(index, kept)
-        row.stats.count_draft(len(tree), tree.depth, len(path))
+        row.stats.count_draft(len(tree), tree.depth, len(path), row.age_ms)
         row.emit((*(tree.tokens[node] for node in path), token), logits[list(kept)])
         if not row.finish_reason:
             assert self._target.lens[index] == len(row.tokens) - 1, "the cache holds all but the pending token"
@@ -157,7 +157,7 @@ class Scheduler:
             if self._budget is not None and not self._budget.fits([*self._rows, self._waiting[0]]):
                 break
             row = self._waiting.popleft()
-            row.stats.queue_ms = (perf_counter() - row.submitted) * 1000
+            row.stats.queue_ms = row.age_ms
             self._target.add_row()
             self._rows.append(row)
             if self._drafter:

@@ -1,97 +1,101 @@
 """What runs add up to, on numbers that are exact in binary."""
 
-from specdec.tools.figures import Figures, Run, align, baseline, summarize, table
+from typing import Any
+
+import pytest
+
+from specdec.runtime.request import Round
+from specdec.tools.figures import Answer, Costs, Run, Share, align, baseline, pick, summarize
+from specdec.tools.intervals import Percentiles
 
 
-def run(method: str, question: int, seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4), **more: object) -> Run:
-    category = {1: "rag", 2: "writing"}[question]
-    fields = {"decoded": len(tokens), "rounds": len(tokens)} | more
-    return Run(question_id=question, category=category, method=method, token_ids=tokens, seconds=seconds, **fields)
+def run(method: str, unit: int, seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4), **more: Any) -> Run:
+    """A run of one answer; without `history`, a round for each token, a millisecond apart."""
+    history = more.pop("history", tuple(Round(0, 0, float(at)) for at in range(1, len(tokens) + 1)))
+    fields = {"decoded": len(tokens), "history": history} | more
+    batch = fields.pop("batch_size", 1)
+    answer = Answer(question_id=unit, token_ids=tokens, **fields)
+    category = {1: "rag", 2: "writing"}[unit]
+    return Run(method=method, batch_size=batch, unit=unit, category=category, seconds=seconds, answers=(answer,))
 
 
+DRAFTED = (Round(2, 1, 2.0), Round(1, 1, 4.0))
 RUNS = [
-    run("plain-fast", 1, 1.0, host_ms=2.0),
+    run("plain-fast", 1, 1.0, host_ms=2.0, target_ms=6.0),
     run("plain", 1, 2.0),
     run(
         "ngram",
         1,
         0.5,
-        rounds=2,
-        proposed=8,
-        accepted=2,
-        host_ms=3.0,
-        draft_ms=6.0,
-        proposed_at=(2, 1),
-        accepted_at=(1, 1),
+        history=DRAFTED,
+        draft_tokens_proposed=3,
+        draft_tokens_accepted=2,
+        bonus_tokens=2,
+        target_ms=2.0,
+        host_ms=2.0,
+        draft_ms=4.0,
+        ttft_ms=9.0,
+        queue_ms=1.0,
     ),
-    run("ort-genai", 1, 2.0, decoded=3, rounds=0),
+    run("ort-genai", 1, 2.0, decoded=3, history=()),
     run("plain-fast", 2, 1.0, (1, 2)),
     run("plain", 2, 1.0, (1, 2)),
-    run("ngram", 2, 1.0, (1, 2), proposed=2, accepted=0, proposed_at=(1,), accepted_at=(0,)),
-    run("ort-genai", 2, 1.0, (1, 3), decoded=1, rounds=0),
+    run("ngram", 2, 1.0, (1, 2), history=(Round(0, 0, 1.0), Round(1, 0, 3.0)), draft_tokens_proposed=1),
+    run("ort-genai", 2, 1.0, (1, 3), decoded=1, history=()),
 ]
 
 
-def test_groups_are_all_copy_heavy_and_each_category() -> None:
-    groups = summarize(RUNS)
-    assert {name: figures[0].prompts for name, figures in groups.items()} == {
-        "all": 2,
-        "copy-heavy": 1,
-        "rag": 1,
-        "writing": 1,
-    }
-    assert [figures.method for figures in groups["all"]] == ["plain-fast", "plain", "ngram", "ort-genai"]
-    assert list(summarize([each for each in RUNS if each.question_id == 2])) == ["all", "writing"]
+def test_groups_are_all_copy_heavy_and_each_category_by_batch_size() -> None:
+    figures = summarize([*RUNS, run("plain", 1, 1.0, batch_size=4)])
+    groups = dict.fromkeys((each.batch_size, each.category) for each in figures)
+    assert list(groups) == [(1, "all"), (1, "copy-heavy"), (1, "rag"), (1, "writing"), (4, "all"), (4, "copy-heavy"),
+                            (4, "rag")]  # fmt: skip
+    assert [each.answers for each in pick(figures, 1).values()] == [2, 2, 2, 2]
+    assert list(pick(figures, 1)) == ["plain-fast", "plain", "ngram", "ort-genai"]
 
 
 def test_figures_are_ratios_of_sums() -> None:
-    plain_fast, plain, ngram, genai = summarize(RUNS)["all"]
-    assert plain_fast == Figures(
-        method="plain-fast",
-        prompts=2,
-        tokens_per_second=3.0,
-        speedup=1.0,
-        speedup_peers={"ort-genai": 3.0 / (4 / 3)},
-        mean_accepted_length=1.0,
-        acceptance_rate=None,
-        acceptance_by_position=(),
-        draft_ms_per_round=0.0,
-        host_ms_per_round=2 / 6,
-        identical_to_plain=2,
-    )
-    assert (plain.tokens_per_second, plain.speedup, plain.identical_to_plain) == (2.0, 2 / 3, 2)
-    assert ngram == Figures(
-        method="ngram",
-        prompts=2,
-        tokens_per_second=4.0,
-        speedup=4 / 3,
-        speedup_peers={"ort-genai": 3.0},
-        mean_accepted_length=1.5,
-        acceptance_rate=0.2,
-        acceptance_by_position=(1 / 3, 1.0),
-        draft_ms_per_round=1.5,
-        host_ms_per_round=0.75,
-        identical_to_plain=2,
-    )
-    assert genai == Figures(
-        method="ort-genai",
-        prompts=2,
-        tokens_per_second=4 / 3,
-        speedup=(4 / 3) / 3,
-        speedup_peers={"ort-genai": 1.0},
-        mean_accepted_length=None,
-        acceptance_rate=None,
-        acceptance_by_position=(),
-        draft_ms_per_round=None,
-        host_ms_per_round=None,
-        identical_to_plain=1,
-    )
+    overall = pick(summarize(RUNS), 1)
+    fast, plain, ngram, genai = overall.values()
+    assert [each.tokens_per_second for each in overall.values()] == [3.0, 2.0, 4.0, 4 / 3]
+    assert [each.speedup for each in overall.values()] == [1.0, 2 / 3, 4 / 3, (4 / 3) / 3]
+    assert [each.identical_to_plain for each in overall.values()] == [2, 2, 2, 1]
+    assert [each.rounds for each in overall.values()] == [6, 6, 4, 0]
+    assert ngram.speedup_peers == {"ort-genai": 3.0}
+    assert (ngram.mean_accepted_length, plain.mean_accepted_length, genai.mean_accepted_length) == (1.5, 1.0, None)
+    assert (ngram.acceptance_rate, ngram.alpha, ngram.acceptance_by_position) == (0.5, 0.5, (2 / 3, 0.0))
+    assert (ngram.target_ms, ngram.draft_ms, ngram.host_ms) == (0.5, 1.0, 0.5)
+    assert ngram.time_share == Share(0.25, 0.5, 0.25)
+    assert genai.time_share is None
+    assert fast.speedup_interval is None
+    assert ngram.speedup_interval is not None
+    assert ngram.speedup_interval.low < 4 / 3 < ngram.speedup_interval.high
 
 
-def test_the_speedup_of_equal_tokens_is_the_ratio_of_the_times() -> None:
-    rag = {figures.method: figures for figures in summarize(RUNS)["rag"]}
-    assert rag["ngram"].speedup == 1.0 / 0.5
-    assert rag["plain"].speedup == 1.0 / 2.0
+def test_latencies_leave_the_queue_out_and_count_each_token_of_a_round() -> None:
+    (ngram,) = (each for each in summarize(RUNS[:4]) if each.method == "ngram" and each.category == "all")
+    assert ngram.ttft_ms == Percentiles(8.0, 8.0, 8.0)
+    assert ngram.inter_token_ms == Percentiles(1.0, 1.0, 1.0)  # two tokens, two milliseconds after the first two
+
+
+@pytest.mark.parametrize(("tokens", "gaps"), [(2, []), (3, [2.0]), (4, [1.0, 1.0]), (5, [1.0, 1.0, 4.0]),
+                                              (7, [1.0, 1.0, 4 / 3, 4 / 3, 4 / 3])])  # fmt: skip
+def test_what_the_end_of_an_answer_cuts_off_has_no_gap(tokens: int, gaps: list[float]) -> None:
+    history = (Round(2, 1, 2.0), Round(1, 1, 4.0), Round(2, 2, 8.0))[: 1 + (tokens > 2) + (tokens > 4)]
+    answer = Answer(question_id=1, token_ids=(7,) * tokens, decoded=tokens, history=history)
+    assert answer.gaps_ms == gaps
+
+
+def test_predictions_are_for_chains_one_at_a_time() -> None:
+    costs = Costs(pass_ms={1: 2.0, 2: 3.0, 4: 5.0}, least={"plain-fast": 1, "plain": 1, "ngram": 1})
+    figures = pick(summarize(RUNS, costs=costs), 1)
+    passes = 4.0 + 3.0 + 2.0 + 3.0  # widths 3, 2, 1, 2
+    assert figures["ngram"].predicted_speedup == (1.75 + 1.5 + 1.0 + 1.5) * 2.0 / (passes + 4.0)
+    assert figures["plain"].predicted_speedup is None
+    trees = Costs(pass_ms=costs.pass_ms, least={"plain-fast": 1, "plain": 1})
+    assert pick(summarize(RUNS, costs=trees), 1)["ngram"].predicted_speedup is None
+    together = [run("plain", 1, 1.0, batch_size=4), run("ngram", 1, 1.0, batch_size=4, history=DRAFTED)]
+    assert pick(summarize(together, costs=costs), 4)["ngram"].predicted_speedup is None
 
 
 def test_the_baseline_is_the_faster_plain_method_over_all_prompts() -> None:
@@ -101,42 +105,18 @@ def test_the_baseline_is_the_faster_plain_method_over_all_prompts() -> None:
 
 
 def test_without_references_there_are_no_ratios() -> None:
-    (figures,) = summarize([run("ngram", 1, 1.0)])["all"]
+    (figures,) = pick(summarize([run("ngram", 2, 1.0)]), 1).values()
     assert (figures.speedup, figures.speedup_peers, figures.identical_to_plain) == (None, {}, None)
     assert figures.tokens_per_second == 4.0
 
 
+def test_other_samples_are_not_compared_with_plain_decodings() -> None:
+    assert {each.identical_to_plain for each in summarize(RUNS, comparable=False)} == {None}
+
+
 def test_no_time_is_no_speed() -> None:
-    (figures,) = summarize([run("ort-genai", 1, 0.0, (7,), decoded=0, rounds=0)])["all"]
+    (figures,) = pick(summarize([run("ort-genai", 2, 0.0, (7,), decoded=0, history=())]), 1).values()
     assert (figures.tokens_per_second, figures.speedup_peers) == (0.0, {"ort-genai": None})
-
-
-def test_table() -> None:
-    groups = {"all": summarize(RUNS)["all"][1:]}
-    assert table(groups, "plain-fast").splitlines() == [
-        "prompts  method     tokens/s  vs plain-fast  vs ort-genai     τ  accepted  by position  draft ms/round  "
-        "host ms/round  as plain",
-        "all (2)  plain          2.00          0.667         1.500  1.00         -            -            0.00  "
-        "         0.00       2/2",
-        "         ngram          4.00          1.333         3.000  1.50      0.20     .33 1.00            1.50  "
-        "         0.75       2/2",
-        "         ort-genai      1.33          0.444         1.000     -         -            -               -  "
-        "            -       1/2",
-    ]
-
-
-def test_the_table_has_a_column_for_each_peer_that_ran() -> None:
-    llama = [run("llama-cpp", 1, 0.75, decoded=3, rounds=0), run("llama-cpp", 2, 0.25, (1, 2), decoded=1, rounds=0)]
-    groups = {"all": summarize([*RUNS, *llama])["all"][2:]}
-    assert [line[:71].rstrip() for line in table(groups, "plain-fast").splitlines()] == [
-        "prompts  method     tokens/s  vs plain-fast  vs ort-genai  vs llama-cpp",
-        "all (2)  ngram          4.00          1.333         3.000         1.000",
-        "         ort-genai      1.33          0.444         1.000         0.333",
-        "         llama-cpp      4.00          1.333         3.000         1.000",
-    ]
-    alone = table({"all": summarize(RUNS[:3])["all"]}, "plain-fast")
-    assert "vs plain-fast" in alone
-    assert "vs ort-genai" not in alone
 
 
 def test_align() -> None:

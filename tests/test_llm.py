@@ -132,6 +132,22 @@ def test_acceptance_is_counted_by_position() -> None:
     assert (stats.rounds, stats.draft_tokens_proposed) == (4, 9)
     assert (stats.proposed_at, stats.accepted_at) == ([3, 2, 1], [2, 1, 0])
     assert stats.acceptance_by_position == [2 / 3, 1 / 2, 0]
+    assert [tuple(each) for each in stats.history] == [(3, 1, 0.0), (0, 0, 0.0), (2, 2, 0.0), (1, 0, 0.0)]
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "model", "ngram+model"])
+def test_the_history_tells_how_every_token_came_to_be(method: str | None) -> None:
+    with LLM(shared_bundle(), speculative=SpeculativeConfig(method=method)) as llm:
+        for output in llm.generate(PROMPTS, params(max_new_tokens=20)):
+            stats, history = output.stats, output.stats.history
+            assert len(history) == stats.rounds
+            cut = sum(each.kept + 1 for each in history) - stats.new_tokens  # by the end of the answer
+            assert 0 <= cut <= history[-1].kept
+            assert all(0 <= each.kept <= each.depth for each in history)
+            times = [each.ms for each in history]
+            assert times == sorted(times)
+            assert times[0] <= stats.ttft_ms <= times[-1] if len(times) > 1 else times[0] <= stats.ttft_ms
+            assert method or not any(each.depth for each in history)
 
 
 @pytest.mark.parametrize(

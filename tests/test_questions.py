@@ -51,6 +51,47 @@ def test_a_question_that_comes_twice_is_refused(tmp_path: Path) -> None:
         read_questions(path)
 
 
+CHATS = """[
+  {"id": "a", "conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "x"},
+                                {"from": "human", "value": "two"}]},
+  {"id": "b", "conversations": [{"from": "gpt", "value": "nobody asked"}]},
+  {"conversations": [{"from": "user", "value": "three"}]}
+]
+"""
+
+
+def test_conversations_are_what_the_user_said(tmp_path: Path) -> None:
+    path = write(tmp_path, CHATS)
+    asked = [Question("a", "conversations", ("one", "two")), Question(3, "conversations", ("three",))]
+    assert read_questions(path) == asked
+    lines = [line.strip(" ,") for line in CHATS.replace("},\n                                {", "}, {").splitlines()]
+    assert read_questions(write(tmp_path, *lines[1:-1])) == asked
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "reason"),
+    [
+        (CHATS.replace("nobody asked", "nobody", 1).replace('"from": "gpt", "value": "nobody"', '"from": "gpt"'), 4,
+         "not a conversation of texts with from and value: Object missing required field `value`"),
+        (CHATS.replace('"user",', '"user"'), 5, "not JSON: Expecting ',' delimiter"),
+        (CHATS.rpartition("]")[0], 6, "not JSON: Expecting value"),
+        (CHATS.replace('"b"', '"a"').replace('"gpt", "value": "nobody', '"human", "value": "some'), 4,
+         "question_id a comes twice"),
+    ],
+)  # fmt: skip
+def test_the_line_of_a_wrong_conversation_is_named(tmp_path: Path, text: str, place: int, reason: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(RequestError) as error:
+        read_questions(path)
+    assert str(error.value).startswith(f"{path}:{place}: {reason}")
+
+
+@pytest.mark.parametrize("first", ["Write a haiku.", "[INST] Write a haiku.", "{curly} words"])
+def test_other_files_are_texts_with_a_prompt_a_line(tmp_path: Path, first: str) -> None:
+    path = write(tmp_path, first, "", "  Name three rivers. ")
+    assert read_questions(path) == [Question(1, "text", (first,)), Question(3, "text", ("Name three rivers.",))]
+
+
 def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"absent\.jsonl cannot be read"):
         read_questions(tmp_path / "absent.jsonl")

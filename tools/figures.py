@@ -1,59 +1,125 @@
-"""What runs of decoding methods add up to: speed, τ and acceptance per group of prompts, and the table that shows it.
+"""What runs of decoding methods add up to: speed, acceptance, latencies and their intervals, per group of prompts.
 
-Pure: how a run came about is not known here.
+Pure: how a run came about is not known here, nor how figures are shown (`bench_report.py`, `bench_html.py`).
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import pairwise
 
 import msgspec
 
+from specdec.runtime.request import Round
+from specdec.tools.intervals import Interval, Percentiles, Sums, interval, percentiles, ratios
+from specdec.tools.theory import acceptance, predicted_speedup
+
 FAST, PLAIN = "plain-fast", "plain"  # the references
 PEERS = GENAI, LLAMA = "ort-genai", "llama-cpp"  # every other method is a drafter
-SHOWN = 5  # positions of a draft in the table; all are in the JSON
+ALL, COPYING = "all", "copy-heavy"
 COPY_HEAVY = frozenset({"extraction", "translation", "math", "math_reasoning", "rag"})  # Spec-Bench categories
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of one method. `decoded` tokens took `seconds`; no `rounds` means that a peer does not tell them.
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer. Fields of `request.Stats` mean what they mean there.
 
-    `proposed_at`, `accepted_at`: as in `request.Stats`.
+    `decoded`: tokens that its run's seconds were spent on. A peer tells no rounds and no split of its time.
     """
 
     question_id: int | str
-    category: str
-    method: str
+    turn: int = 1
     token_ids: tuple[int, ...]
     decoded: int
-    seconds: float
-    rounds: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    host_ms: float = 0.0
+    prompt_tokens: int = 0
+    draft_tokens_proposed: int = 0
+    draft_tokens_accepted: int = 0
+    bonus_tokens: int = 0
+    ttft_ms: float = 0.0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    target_ms: float = 0.0
     draft_ms: float = 0.0
-    proposed_at: tuple[int, ...] = ()
-    accepted_at: tuple[int, ...] = ()
+    host_ms: float = 0.0
+    history: tuple[Round, ...] = ()
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Time between two rounds over the tokens of the later one, once for each of these tokens."""
+        left, gaps = len(self.token_ids), list[float]()
+        for before, after in pairwise(self.history):
+            left -= before.kept + 1
+            tokens = min(after.kept + 1, left)  # the answer may end within the last round
+            gaps += [(after.ms - before.ms) / tokens] * tokens
+        return gaps
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One method on one group of prompts; None where it has no such figure or its reference did not run.
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One method on one unit: a conversation, or (`batch_size` > 1) prompts that ran together. `seconds`: of decoding.
 
-    `speedup` is against the fastest plain decoding of all runs, `speedup_peers` against each peer that ran: ratios of
-    tokens/s, which is the ratio of the times where the tokens are the same. `identical_to_plain` counts prompts.
-    `acceptance_by_position`: share of the drafts at least so deep that were kept to depth 1, 2, ...
+    Units have the same number with every method; `category` is that of the unit's prompts.
     """
 
     method: str
-    prompts: int
+    batch_size: int = 1
+    unit: int
+    category: str
+    seconds: float
+    answers: tuple[Answer, ...]
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that the seconds were spent on."""
+        return sum(answer.decoded for answer in self.answers)
+
+
+class Share(msgspec.Struct, frozen=True):
+    """Shares of the time of rounds; their sum is 1."""
+
+    target: float
+    draft: float
+    host: float
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One method on one group of runs; None where it has no such figure or its reference did not run.
+
+    What each one means: `bench_report.DEFINITIONS`.
+    """
+
+    method: str
+    batch_size: int
+    category: str
+    answers: int
+    prompt_tokens: int
+    new_tokens: int
+    rounds: int
+    draft_tokens_proposed: int
+    draft_tokens_accepted: int
+    bonus_tokens: int
     tokens_per_second: float
     speedup: float | None
+    speedup_interval: Interval | None
     speedup_peers: dict[str, float | None]
+    predicted_speedup: float | None
     mean_accepted_length: float | None
     acceptance_rate: float | None
+    alpha: float | None
     acceptance_by_position: tuple[float, ...]
-    draft_ms_per_round: float | None
-    host_ms_per_round: float | None
+    ttft_ms: Percentiles | None
+    inter_token_ms: Percentiles | None
+    target_ms: float | None
+    draft_ms: float | None
+    host_ms: float | None
+    time_share: Share | None
     identical_to_plain: int | None
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """What predictions need: milliseconds of a pass of one row by width, and each method's narrowest pass.
+
+    Methods that draft trees are not in `least`: the formula is about chains.
+    """
+
+    pass_ms: dict[int, float]
+    least: dict[str, int]
 
 
 def baseline(runs: Sequence[Run]) -> str | None:
@@ -63,68 +129,114 @@ def baseline(runs: Sequence[Run]) -> str | None:
     return fastest if speeds[fastest] else None
 
 
-def summarize(runs: Sequence[Run]) -> dict[str, list[Figures]]:
-    """Return the figures of every method over all prompts, the copy-heavy ones, and each category."""
-    groups = {"all": list(runs), "copy-heavy": [run for run in runs if run.category in COPY_HEAVY]}
-    for category in dict.fromkeys(run.category for run in runs):
-        groups[category] = [run for run in runs if run.category == category]
-    fastest = baseline(runs)
-    return {name: _figures(group, fastest) for name, group in groups.items() if group}
+def summarize(runs: Sequence[Run], *, costs: Costs | None = None, comparable: bool = True) -> list[Figures]:
+    """Return the figures of every method by batch size: over all runs, the copy-heavy ones, and each category.
+
+    `comparable`: whether a lossless method says what plain decoding says (greedy, or coupled to the same seeds).
+    """
+    found = []
+    for batch in dict.fromkeys(run.batch_size for run in runs):
+        own = [run for run in runs if run.batch_size == batch]
+        groups = {ALL: own, COPYING: [run for run in own if run.category in COPY_HEAVY]}
+        for category in dict.fromkeys(run.category for run in own if run.category != ALL):
+            groups[category] = [run for run in own if run.category == category]
+        fastest = baseline(own)
+        for name, group in groups.items():
+            found += _figures(name, group, fastest, costs if batch == 1 else None, comparable)
+    return found
 
 
-def _figures(runs: Sequence[Run], fastest: str | None) -> list[Figures]:
+def _figures(
+    category: str, runs: Sequence[Run], fastest: str | None, costs: Costs | None, comparable: bool
+) -> list[Figures]:
     methods: dict[str, list[Run]] = {}
     for run in runs:
         methods.setdefault(run.method, []).append(run)
-    plain = {run.question_id: run.token_ids for run in methods.get(PLAIN, ())}
-    reference = _speed(methods.get(fastest or "", ()))
+    plain = {_key(answer): answer.token_ids for run in methods.get(PLAIN, ()) for answer in run.answers}
+    reference = methods.get(fastest or "", [])
     peers = {name: _speed(methods[name]) for name in PEERS if name in methods}
     figures = []
     for method, own in methods.items():
-        speed = _speed(own)
-        rounds, proposed = sum(run.rounds for run in own), sum(run.proposed for run in own)
+        answers = [answer for run in own for answer in run.answers]
+        history = [each for answer in answers for each in answer.history]
+        proposed, kept = (sum(getattr(answer, f"draft_tokens_{name}") for answer in answers)
+                          for name in ("proposed", "accepted"))  # fmt: skip
+        times = [sum(getattr(answer, f"{name}_ms") for answer in answers) for name in ("target", "draft", "host")]
+        speed, rounds = _speed(own), len(history)
+        paired = ratios(sums(own), sums(reference)) if reference and method != fastest else ratios(([], []), ([], []))
         figures.append(
             Figures(
                 method=method,
-                prompts=len(own),
+                batch_size=own[0].batch_size,
+                category=category,
+                answers=len(answers),
+                prompt_tokens=sum(answer.prompt_tokens for answer in answers),
+                new_tokens=sum(len(answer.token_ids) for answer in answers),
+                rounds=rounds,
+                draft_tokens_proposed=proposed,
+                draft_tokens_accepted=kept,
+                bonus_tokens=sum(answer.bonus_tokens for answer in answers),
                 tokens_per_second=speed,
-                speedup=_ratio(speed, reference),
+                speedup=_ratio(speed, _speed(reference)),
+                speedup_interval=interval(paired),
                 speedup_peers={name: _ratio(speed, of_peer) for name, of_peer in peers.items()},
-                mean_accepted_length=_ratio(sum(run.decoded for run in own), rounds),
-                acceptance_rate=_ratio(sum(run.accepted for run in own), proposed),
-                acceptance_by_position=_by_position(own),
-                draft_ms_per_round=_ratio(sum(run.draft_ms for run in own), rounds),
-                host_ms_per_round=_ratio(sum(run.host_ms for run in own), rounds),
-                identical_to_plain=sum(plain[run.question_id] == run.token_ids for run in own) if plain else None,
+                predicted_speedup=_predicted(method, history, times[1], costs, fastest),
+                mean_accepted_length=_ratio(sum(answer.decoded for answer in answers), rounds),
+                acceptance_rate=_ratio(kept, proposed),
+                alpha=acceptance(history),
+                acceptance_by_position=by_position(history),
+                ttft_ms=percentiles([answer.ttft_ms - answer.queue_ms for answer in answers if answer.history]),
+                inter_token_ms=percentiles([gap for answer in answers for gap in answer.gaps_ms]),
+                target_ms=_ratio(times[0], rounds),
+                draft_ms=_ratio(times[1], rounds),
+                host_ms=_ratio(times[2], rounds),
+                time_share=Share(*(time / sum(times) for time in times)) if sum(times) else None,
+                identical_to_plain=sum(plain.get(_key(answer)) == answer.token_ids for answer in answers)
+                if plain and comparable else None,
             )
-        )
+        )  # fmt: skip
     return figures
 
 
-def table(groups: Mapping[str, Sequence[Figures]], fastest: str | None) -> str:
-    """Render the figures as aligned plain text, one block of lines per group, a column for each peer that ran."""
-    peers = [name for name in PEERS if any(name in each.speedup_peers for of in groups.values() for each in of)]
-    rows = [("prompts", "method", "tokens/s", f"vs {fastest or PLAIN}", *(f"vs {name}" for name in peers), "τ",
-             "accepted", "by position", "draft ms/round", "host ms/round", f"as {PLAIN}")]  # fmt: skip
-    for name, figures in groups.items():
-        for row, each in enumerate(figures):
-            same = each.identical_to_plain
-            rows.append(
-                (
-                    f"{name} ({each.prompts})" if row == 0 else "",
-                    each.method,
-                    f"{each.tokens_per_second:.2f}",
-                    _cell(each.speedup, ".3f"),
-                    *(_cell(each.speedup_peers.get(name), ".3f") for name in peers),
-                    _cell(each.mean_accepted_length, ".2f"),
-                    _cell(each.acceptance_rate, ".2f"),
-                    " ".join(f"{share:.2f}".removeprefix("0") for share in each.acceptance_by_position[:SHOWN]) or "-",
-                    _cell(each.draft_ms_per_round, ".2f"),
-                    _cell(each.host_ms_per_round, ".2f"),
-                    "-" if same is None else f"{same}/{each.prompts}",
-                )
-            )
-    return align(rows, left=2)
+def by_position(history: Sequence[Round]) -> tuple[float, ...]:
+    """Share of the drafts at least 1, 2, ... deep that were kept to there."""
+    deepest = max((each.depth for each in history), default=0)
+    return tuple(
+        sum(each.kept >= place for each in history) / sum(each.depth >= place for each in history)
+        for place in range(1, deepest + 1)
+    )
+
+
+def sums(runs: Sequence[Run]) -> Sums:
+    """Tokens and seconds of each run."""
+    return [run.decoded for run in runs], [run.seconds for run in runs]
+
+
+def _predicted(
+    method: str, history: Sequence[Round], draft_ms: float, costs: Costs | None, fastest: str | None
+) -> float | None:
+    if costs is None or fastest is None or method not in costs.least:
+        return None
+    decode_ms = costs.pass_ms[costs.least.get(fastest, 1)]
+    return predicted_speedup(history, draft_ms, costs.pass_ms, costs.least[method], decode_ms)
+
+
+def _key(answer: Answer) -> tuple[int | str, int]:
+    return answer.question_id, answer.turn
+
+
+def _speed(runs: Sequence[Run]) -> float:
+    """Tokens per second of all runs together, 0 without any."""
+    return _ratio(sum(run.decoded for run in runs), sum(run.seconds for run in runs)) or 0.0
+
+
+def _ratio(value: float, reference: float) -> float | None:
+    return value / reference if reference else None
+
+
+def pick(figures: Sequence[Figures], batch_size: int, category: str = ALL) -> Mapping[str, Figures]:
+    """Figures of every method for one batch size and category."""
+    return {each.method: each for each in figures if (each.batch_size, each.category) == (batch_size, category)}
 
 
 def align(rows: Sequence[Sequence[str]], left: int) -> str:
@@ -138,24 +250,3 @@ def align(rows: Sequence[Sequence[str]], left: int) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def _by_position(runs: Sequence[Run]) -> tuple[float, ...]:
-    kept, drafted = (
-        [sum(of) for of in zip_longest(*(getattr(run, name) for run in runs), fillvalue=0)]
-        for name in ("accepted_at", "proposed_at")
-    )
-    return tuple(one / all_ for one, all_ in zip(kept, drafted, strict=True))
-
-
-def _speed(runs: Sequence[Run]) -> float:
-    """Tokens per second of all runs together, 0 without any."""
-    return _ratio(sum(run.decoded for run in runs), sum(run.seconds for run in runs)) or 0.0
-
-
-def _ratio(value: float, reference: float) -> float | None:
-    return value / reference if reference else None
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

@@ -1,0 +1,44 @@
+"""What drafting should bring, from what was measured: Leviathan et al., arXiv:2211.17192, with the cost of a pass.
+
+A draft of γ tokens, each kept with chance α if those before it are, brings (1 - α^(γ+1)) / (1 - α) tokens, and costs
+v(γ) + γ c plain passes: v(γ) what verifying takes, c what drafting a token takes. This module knows rounds and
+milliseconds; it does not know who drafted.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from specdec.runtime.request import Round
+
+
+def acceptance(history: Sequence[Round]) -> float | None:
+    """α, most likely for these rounds: kept / (kept + rounds that rejected a token). None where nothing was drafted.
+
+    Accepted over proposed is another figure: a rejection also throws away what was drafted after it.
+    """
+    kept = sum(each.kept for each in history)
+    rejected = sum(each.kept < each.depth for each in history)
+    return kept / (kept + rejected) if kept + rejected else None
+
+
+def expected_tokens(alpha: float, depth: int) -> float:
+    """Tokens that a round with a draft of `depth` tokens brings, the target's own included."""
+    return sum(alpha**place for place in range(depth + 1))
+
+
+def predicted_speedup(
+    history: Sequence[Round], draft_ms: float, pass_ms: Mapping[int, float], least: int, decode_ms: float
+) -> float | None:
+    """Speedup of rounds with these drafts: tokens by the formula over v(γ) + γ c, summed over rounds.
+
+    `pass_ms`: of a pass, by its width. `least`: narrowest pass that is run. `decode_ms`: t_decode, a pass of plain
+    decoding. `draft_ms`: of all drafting, which is the sum of γ c. None where nothing was drafted.
+    """
+    alpha = acceptance(history)
+    if alpha is None or not decode_ms:
+        return None
+    widths = sorted(pass_ms)
+    tokens = sum(expected_tokens(alpha, each.depth) for each in history)
+    passes = np.interp([max(least, each.depth + 1) for each in history], widths, [pass_ms[width] for width in widths])
+    return float(tokens * decode_ms / (passes.sum() + draft_ms))
