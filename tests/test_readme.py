@@ -38,7 +38,7 @@ def test_the_commands_run_in_order(folder: Path) -> None:
     (use,) = (block for block in blocks("") if "specdec-export" in block)
     lines = [line.partition("#")[0].strip() for line in use.splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("specdec-")]
-    programs = ["specdec-export", "specdec-generate", "specdec-verify", "specdec-doctor"]
+    programs = ["specdec-export", "specdec-generate", "specdec-verify", "specdec-bench", "specdec-doctor"]
     assert [command[0] for command in commands] == programs
     for program, *arguments in commands:
         command = [str(bin_folder / program), *arguments]

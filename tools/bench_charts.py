@@ -91,11 +91,17 @@ def span(start: float, end: float, hue: int, most: float, *, reference: float, t
     ])  # fmt: skip
 
 
-def plot(series: Sequence[Line], labels: Sequence[str], axis: str, form: Callable[[float], str]) -> Markup:
-    """Points joined by lines, from 0 up; `labels`: below each place, `axis`: what they are."""
+def plot(
+    series: Sequence[Line], across: Sequence[float], axis: str, form: Callable[[float], str], *, even: bool = True
+) -> Markup:
+    """Points joined by lines, from 0 up, above the numbers `across`, of which `axis` says what they are.
+
+    `even`: the same distance between all of them, else what their difference is.
+    """
     most = nice(max((value for line in series for value in line.values if value is not None), default=1.0))
-    step = (RIGHT - LEFT) / max(len(labels) - 1, 1)
-    places = [LEFT + step * at if len(labels) > 1 else (LEFT + RIGHT) / 2 for at in range(len(labels))]
+    at = range(len(across)) if even else across
+    wide = (at[-1] - at[0]) or 1
+    places = [LEFT + (RIGHT - LEFT) * (each - at[0]) / wide for each in at]
 
     def down(value: float) -> float:
         return round(PLOT - (PLOT - TOP) * value / most, 2)
@@ -105,8 +111,8 @@ def plot(series: Sequence[Line], labels: Sequence[str], axis: str, form: Callabl
         value, y = most * quarter / 4, down(most * quarter / 4)
         parts.append(tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid"))
         parts.append(tag("text", form(value), x=0, y=y - 4, class_="tick"))
-    for label, x in zip(labels, places, strict=True):
-        parts.append(tag("text", label, x=f"{x:.2f}%", y=PLOT + 16, class_="tick middle"))
+    for number, x in zip(across, places, strict=True):
+        parts.append(tag("text", f"{number:g}", x=f"{x:.2f}%", y=PLOT + 16, class_="tick middle"))
     parts.append(tag("text", axis, x="50%", y=PLOT + 34, class_="tick middle"))
     for line in series:
         points = [(x, down(value), value) for x, value in zip(places, line.values, strict=True) if value is not None]

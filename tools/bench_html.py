@@ -102,9 +102,7 @@ def _sameness(best: Figures) -> str:
     if same is None:
         return "."
     if same == best.answers:
-        return ", and its one answer is the same, token for token." if same == 1 else (
-            f", and all of its {same} answers are the same, token for token."
-        )  # fmt: skip
+        return f"; {'its answer is' if same == 1 else f'all of its {same} answers are'} the same, token for token."
     return f"; {same} of its {best.answers} answers are plain decoding's, token for token."
 
 
@@ -159,9 +157,7 @@ def _acceptance(overall: Mapping[str, Figures], series: Mapping[str, int]) -> Ma
     if not deepest:
         return None
     full = [line._replace(values=[*line.values, *[None] * (deepest - len(line.values))]) for line in lines]
-    return plot(
-        full, [str(place + 1) for place in range(deepest)], "position in the draft", lambda v: f"{100 * v:.0f} %"
-    )
+    return plot(full, range(1, deepest + 1), "position in the draft", lambda v: f"{100 * v:.0f} %")
 
 
 def _times(overall: Mapping[str, Figures]) -> list[Row]:
@@ -172,7 +168,8 @@ def _times(overall: Mapping[str, Figures]) -> list[Row]:
     rows = []
     for name, each in known.items():
         parts = [(getattr(each, f"{kind}_ms"), kind) for kind in ("target", "draft", "host")]
-        note = f"{totals[name]:.1f} ms ÷ {each.mean_accepted_length:.2f} tokens = {totals[name] / (each.mean_accepted_length or 1):.1f} ms a token"  # noqa: E501
+        length = each.mean_accepted_length or 1.0
+        note = f"{totals[name]:.1f} ms ÷ {length:.2f} tokens = {totals[name] / length:.1f} ms a token"
         rows.append(Row(name, note, stacked([(ms, kind, f"{kind}: {ms:.2f} ms") for ms, kind in parts], most)))
     return rows
 
@@ -201,7 +198,7 @@ def _widths(report: Report) -> Markup | None:
     for hue, batch in enumerate(sorted({cost.batch for cost in report.pass_costs})):
         of = {cost.width: cost.median_ms for cost in report.pass_costs if cost.batch == batch}
         lines.append(Line(f"batch {batch}", 1 + hue % (HUES - 1), [of[width] / of[widths[0]] for width in widths]))
-    return plot(lines, [str(width) for width in widths], "tokens a row in a pass", lambda v: f"{v:.3g} ×")
+    return plot(lines, widths, "tokens a row in a pass", lambda v: f"{v:.3g} ×", even=False)
 
 
 def _batches(report: Report, series: Mapping[str, int]) -> Markup | None:
@@ -214,7 +211,7 @@ def _batches(report: Report, series: Mapping[str, int]) -> Markup | None:
         Line(name, hue, [found[size][name].tokens_per_second if name in found[size] else None for size in sizes])
         for name, hue in series.items()
     ]
-    return plot(lines, [str(size) for size in sizes], "prompts at a time", lambda v: f"{v:.3g}")
+    return plot(lines, sizes, "prompts at a time", lambda v: f"{v:.3g}")
 
 
 def _grouped(figures: Sequence[Figures]) -> list[tuple[str, list[Figures]]]:
@@ -232,7 +229,7 @@ def _number(value: float | None, digits: int = 3) -> str:
     """A short number: as many digits as tell something."""
     if value is None:
         return "–"
-    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:#.{digits}g}"
 
 
 def _bytes(value: int | None) -> str:

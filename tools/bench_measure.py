@@ -173,13 +173,14 @@ class Measurement:
         )
 
     def _sample(self, methods: Sequence[Method], runs: Sequence[Run], figures: Sequence[Figures]) -> Sample | None:
-        """The answer to look at: of the fastest drafter, the one whose tokens a round are the median."""
+        """The answer to look at: of the fastest drafter's longer half, the one whose tokens a round are the median."""
         of_all = pick(figures, self.args.batch_size[0])
         drafting = [each for each in methods if each.llm.method is not None]
         if not drafting:
             return None
         best = max(drafting, key=lambda each: of_all[each.name].tokens_per_second)
         own = [answer for run in runs if run.method == best.name for answer in run.answers if answer.history]
+        own = sorted(own, key=lambda answer: len(answer.token_ids))[len(own) // 2 :]
         own.sort(key=lambda answer: len(answer.token_ids) / len(answer.history))
         answer = own[len(own) // 2]
         question = next(each for each in self.questions if each.question_id == answer.question_id)

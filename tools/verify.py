@@ -243,19 +243,12 @@ def _positive(value: int | None, default: int, option: str) -> int:
 
 
 def _texts(name: str | None) -> list[str]:
-    """Prompts of a file: JSONL with turns, or one on each line. None: our own, short ones first."""
+    """First turns of a prompt file. None: our own, short ones first."""
     if name is None:
         return [prompt.text for prompt in (*PROMPTS[1::2], *PROMPTS[::2])]
-    path = Path(name)
-    if path.suffix == ".jsonl":
-        texts = [question.turns[0] for question in read_questions(path)]
-    else:
-        try:
-            texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as exc:
-            raise RequestError(f"the prompt file {path} cannot be read: {exc}") from exc
+    texts = [question.turns[0] for question in read_questions(Path(name))]
     if not texts:
-        raise RequestError(f"the prompt file {path} holds no prompt")
+        raise RequestError(f"the prompt file {name} holds no prompt")
     return texts
 
 
@@ -268,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
                       "verified: block, token, coupled; repeatable (default: all that are lossless)")  # fmt: skip
     what.add_argument("--batch-size", action="append", type=int, metavar="N", help="repeatable (default: 1 and 4)")
     what.add_argument("--trees", action=argparse.BooleanOptionalAction, default=True, help="trees that branch, too")
-    what.add_argument("--prompts", metavar="FILE", help="JSONL as of Spec-Bench, or text with a prompt on each line "
+    what.add_argument("--prompts", metavar="FILE", help="JSONL as of Spec-Bench, ShareGPT JSON, or text with a prompt a line "
                       "(default: own ones)")  # fmt: skip
     size = parser.add_argument_group("how much")
     size.add_argument("--quick", action="store_true", help=f"smaller numbers everywhere: {_sizes(QUICK)}")
