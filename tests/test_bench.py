@@ -330,6 +330,7 @@ def test_errors_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
     bundle, prompts = str(shared_bundle()), prompt_file(tmp_path, [question(1)])
     cases = [
         (["--methods", "ngram,ngram"], "argument --methods: 'ngram,ngram' is not a list of "),
+        (["--warmup", "-1"], "argument --warmup: '-1' is not a whole number of at least 0"),
         (["--repeat", "0"], "argument --repeat: '0' is not a whole number of at least 1"),
         (["--batch-size", "1,x"], "argument --batch-size: 'x' is not a whole number of at least 1"),
         (["--load", "0"], "argument --load: '0' is not a number above 0"),

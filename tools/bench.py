@@ -98,6 +98,12 @@ def _each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     return lambda text: [kind(item) for item in _list(text)]
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
 def _rate(text: str) -> float:
     try:
         rate = float(text)
@@ -146,7 +152,13 @@ def _parser() -> CommandParser:
         "continuous batch; one after the other (default 1)")  # fmt: skip
     add("--load", metavar="RATE,...", type=_each(_rate), default=[], help="also offer the prompts at RATE requests a "
         "second, Poisson arrivals, to as many rows as the bundle takes")  # fmt: skip
-    add("--warmup", metavar="N", type=int, default=1, help="unmeasured runs of the first prompt (default %(default)s)")
+    add(
+        "--warmup",
+        metavar="N",
+        type=_count,
+        default=1,
+        help="unmeasured runs of the first prompt (default %(default)s)",
+    )
     add("--repeat", metavar="N", type=positive, default=1, help="measured runs; the fastest counts (default 1)")
     add("--pass-costs", action="store_true", help="time single passes of the target by width and batch, and show them")
     add("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure each method's peak memory in a "

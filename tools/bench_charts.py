@@ -19,6 +19,8 @@ MARKS = (
     "M0,-5l5,9h-10z",
     "M0,5l5,-9h-10z",
     "M-1.5,-5h3v3.5h3.5v3h-3.5v3.5h-3v-3.5h-3.5v-3h3.5z",
+    "M-5,-2h10v4h-10z",
+    "M-2,-5h4v10h-4z",
 )
 
 
@@ -79,10 +81,10 @@ def stacked(values: Sequence[tuple[float, str, str]], most: float) -> Markup:
     return _svg(26, parts)
 
 
-def span(start: float, end: float, hue: int, most: float, *, reference: float, title: str) -> Markup:
-    """Two values on one scale and the way between: `start` hollow, `end` filled."""
-    x = _share(reference, most)
-    first, last = _share(start, most), _share(end, most)
+def span(start: float, end: float, hue: int, scale: tuple[float, float], *, reference: float, title: str) -> Markup:
+    """Two values and the way between, on a scale from one value to another: `start` hollow, `end` filled."""
+    least, most = scale
+    x, first, last = (_share(value - least, most - least) for value in (reference, start, end))
     return _svg(24, [
         tag("line", x1=x, x2=x, y1=0, y2=24, class_="reference"),
         tag("line", x1=first, x2=last, y1=12, y2=12, class_=f"way s{hue}"),

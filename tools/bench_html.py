@@ -17,7 +17,7 @@ from specdec.tools.bench_report import Report
 from specdec.tools.bench_tokens import KINDS
 from specdec.tools.figures import ALL, FAST, PEERS, PLAIN, Figures, pick
 
-HUES = 6  # colours for methods; 0 is plain decoding's
+HUES = 8  # colours for methods; 0 is plain decoding's
 DEEPEST = 8  # positions of a draft that are shown
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")  # most of them no XML
 
@@ -48,9 +48,9 @@ def to_html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": _number, "bytes": _bytes, "printable": printable}
+    environment.filters |= {"number": _number, "bytes": _bytes}
     environment.globals |= {"swatch": swatch, "kinds": KINDS}
-    return environment.get_template("bench.html.jinja").render(**view(report))
+    return printable(environment.get_template("bench.html.jinja").render(**view(report)))
 
 
 def view(report: Report) -> dict[str, Any]:
@@ -73,6 +73,7 @@ def view(report: Report) -> dict[str, Any]:
         "times": _times(overall),
         "predictions": _predictions(overall, series),
         "widths": _widths(report),
+        "timed": _timed(report),
         "batches": _batches(report, series),
         "groups": _grouped(report.figures),
     }
@@ -146,7 +147,7 @@ def _categories(report: Report, batch: int, series: Mapping[str, int]) -> list[R
                              *((sure.low, sure.high) if sure else ())))  # fmt: skip
         if items:
             answers = next(each.answers for each in figures if each.category == category)
-            rows.append(Row(category, str(answers), bars(items, most, reference=1.0)))
+            rows.append(Row(category.replace("_", " "), str(answers), bars(items, most, reference=1.0)))
     return rows
 
 
@@ -180,25 +181,36 @@ def _round_ms(each: Figures) -> float:
 
 def _predictions(overall: Mapping[str, Figures], series: Mapping[str, int]) -> list[Row]:
     known = [each for each in overall.values() if each.predicted_speedup is not None and each.speedup is not None]
-    most = 1.1 * max((max(each.predicted_speedup or 0, each.speedup or 0) for each in known), default=1.0)
+    values = [1.0, *(value for each in known for value in (each.predicted_speedup, each.speedup) if value is not None)]
+    room = 0.15 * (max(values) - min(values)) or 0.1
+    scale = min(values) - room, max(values) + room
     return [
         Row(each.method, f"{each.predicted_speedup:.2f} → {each.speedup:.2f}",
-            span(each.predicted_speedup or 0, each.speedup or 0, series[each.method], max(most, 1.1), reference=1.0,
+            span(each.predicted_speedup or 0, each.speedup or 0, series[each.method], scale, reference=1.0,
                  title=each.method))
         for each in known
     ]  # fmt: skip
 
 
 def _widths(report: Report) -> Markup | None:
-    """What a pass costs by its width, in passes of one token of the same batch size."""
+    """What a pass costs by its width, in narrowest passes of the same batch size."""
     if not report.pass_costs:
         return None
     widths = sorted({cost.width for cost in report.pass_costs})
     lines = []
-    for hue, batch in enumerate(sorted({cost.batch for cost in report.pass_costs})):
-        of = {cost.width: cost.median_ms for cost in report.pass_costs if cost.batch == batch}
-        lines.append(Line(f"batch {batch}", 1 + hue % (HUES - 1), [of[width] / of[widths[0]] for width in widths]))
+    for name, hue in _timed(report).items():
+        of = {cost.width: cost.median_ms for cost in report.pass_costs if _rows(cost.batch) == name}
+        lines.append(Line(name, hue, [of[width] / of[widths[0]] for width in widths]))
     return plot(lines, widths, "tokens a row in a pass", lambda v: f"{v:.3g} ×", even=False)
+
+
+def _timed(report: Report) -> dict[str, int]:
+    """The batch sizes whose passes were timed, and their colours."""
+    return {_rows(batch): 1 + at for at, batch in enumerate(sorted({cost.batch for cost in report.pass_costs}))}
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'s' if count > 1 else ''}"
 
 
 def _batches(report: Report, series: Mapping[str, int]) -> Markup | None:

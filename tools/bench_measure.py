@@ -80,12 +80,14 @@ class Measurement:
         least = {each.name: each.least_width for each in methods if not each.llm.speculative.branches}
         pass_ms = {cost.width: cost.median_ms for cost in costs if cost.batch == 1}
         figures = summarize(runs, costs=Costs(pass_ms=pass_ms, least=least), comparable=comparable)
+        load, facts = self._load(methods), {each.name: self._facts(each) for each in methods}
+        _progress("")
         return self.report(
-            methods={each.name: self._facts(each) for each in methods},
+            methods=facts,
             peers={peer.driver.name: peer.version for peer in peers},
             baseline=baseline([run for run in runs if run.batch_size == args.batch_size[0]]),
             figures=tuple(figures),
-            load=tuple(self._load(methods)),
+            load=tuple(load),
             pass_costs=tuple(costs),
             sample=self._sample(methods, runs, figures),
             runs=tuple(runs),

@@ -261,8 +261,8 @@ def _parser() -> argparse.ArgumentParser:
                       "verified: block, token, coupled; repeatable (default: all that are lossless)")  # fmt: skip
     what.add_argument("--batch-size", action="append", type=int, metavar="N", help="repeatable (default: 1 and 4)")
     what.add_argument("--trees", action=argparse.BooleanOptionalAction, default=True, help="trees that branch, too")
-    what.add_argument("--prompts", metavar="FILE", help="JSONL as of Spec-Bench, ShareGPT JSON, or text with a prompt a line "
-                      "(default: own ones)")  # fmt: skip
+    what.add_argument("--prompts", metavar="FILE", help="JSONL as of Spec-Bench, ShareGPT JSON, or text with a "
+                      "prompt a line (default: own ones)")  # fmt: skip
     size = parser.add_argument_group("how much")
     size.add_argument("--quick", action="store_true", help=f"smaller numbers everywhere: {_sizes(QUICK)}")
     size.add_argument("--samples", type=int, metavar="N", help=f"of each distribution test (default {FULL.samples})")
