@@ -111,7 +111,7 @@ def test_without_references_there_are_no_ratios() -> None:
 
 
 def test_other_samples_are_not_compared_with_plain_decodings() -> None:
-    assert {each.identical_to_plain for each in summarize(RUNS, comparable=False)} == {None}
+    assert {each.identical_to_plain for each in summarize(RUNS, repeatable=())} == {None}
 
 
 def test_no_time_is_no_speed() -> None:

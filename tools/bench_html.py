@@ -199,7 +199,7 @@ def _widths(report: Report) -> Markup | None:
     widths = sorted({cost.width for cost in report.pass_costs})
     lines = []
     for name, hue in _timed(report).items():
-        of = {cost.width: cost.median_ms for cost in report.pass_costs if _rows(cost.batch) == name}
+        of = {cost.width: cost.best_ms for cost in report.pass_costs if _rows(cost.batch) == name}
         lines.append(Line(name, hue, [of[width] / of[widths[0]] for width in widths]))
     return plot(lines, widths, "tokens a row in a pass", lambda v: f"{v:.3g} ×", even=False)
 

@@ -9,20 +9,18 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from specdec.engines.costs import BATCHES, PASSES, WIDTHS, PassCost, pass_costs
+from specdec.engines.costs import BATCHES, CAPACITY, PASSES, WIDTHS, PassCost, pass_costs
 from specdec.engines.errors import RequestError
 from specdec.engines.manifest import Manifest, read_manifest
 from specdec.engines.prompts import PROMPTS
 from specdec.engines.registry import EngineConfig, with_plans
 from specdec.runtime.drafters.opening import pick_variant
 from specdec.runtime.llm import Opener
-from specdec.runtime.params import SamplingParams
 from specdec.tools.bench_load import LoadFigures, offer
 from specdec.tools.bench_memory import Task, peak_memory
 from specdec.tools.bench_methods import Method, chosen_names, open_methods
@@ -45,7 +43,8 @@ class Measurement:
         self.manifest = read_manifest(args.bundle)
         self.engine = EngineConfig(backend=args.backend, provider=args.provider, threads=args.threads)
         self.questions = _questions(args)
-        self._sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+        self._sampling = {name: getattr(args, name) for name in names}
         most = self.manifest.limits.max_batch
         for rows in args.batch_size:
             if rows > most:
@@ -54,7 +53,6 @@ class Measurement:
     def run(self) -> Report:
         """Load every method, run them on the prompts, and say what was found."""
         args = self.args
-        params = SamplingParams(max_new_tokens=args.max_new_tokens, **self._sampling)
         costs = self.pass_costs(WIDTHS, BATCHES, PASSES) if args.pass_costs else self.pass_costs(WIDTHS, (1,), QUICK)
         names = chosen_names(args.methods or (), self.manifest, args.variant, self.engine)
         methods = open_methods(
@@ -76,10 +74,12 @@ class Measurement:
         runs: list[Run] = []
         for rows in args.batch_size:
             runs += self._runs(units(self.questions, rows), own | asked if rows == 1 else own)
-        comparable = params.temperature == 0 or params.rule == "coupled"
+        greedy = self._sampling["temperature"] == 0
+        repeatable = {each.name for each in methods if greedy or each.params.rule == "coupled"}
+        repeatable |= set(asked) if greedy else set()
         least = {each.name: each.least_width for each in methods if not each.llm.speculative.branches}
-        pass_ms = {cost.width: cost.median_ms for cost in costs if cost.batch == 1}
-        figures = summarize(runs, costs=Costs(pass_ms=pass_ms, least=least), comparable=comparable)
+        pass_ms = {cost.width: cost.best_ms for cost in costs if cost.batch == 1}
+        figures = summarize(runs, costs=Costs(pass_ms=pass_ms, least=least), repeatable=repeatable)
         load, facts = self._load(methods), {each.name: self._facts(each) for each in methods}
         _progress("")
         return self.report(
@@ -114,6 +114,7 @@ class Measurement:
                 [width for width in widths if width <= limits.max_tree],
                 [batch for batch in batches if batch <= limits.max_batch],
                 passes,
+                min(CAPACITY, limits.max_length + limits.max_tree),
             )
 
     def settings(self) -> Settings:
@@ -145,8 +146,7 @@ class Measurement:
         for rate in args.load:
             for each in methods:
                 prompts = [Conversation(question).prompt(each.llm) for question in self.questions]
-                params = replace(each.params, max_new_tokens=args.max_new_tokens)
-                found.append(offer(each.name, each.llm, params, prompts, rate, args.seed))
+                found.append(offer(each.name, each.llm, each.params, prompts, rate, args.seed))
                 _progress(f"{rate:g} requests/s: {len(found)} of {len(args.load) * len(methods)}")
         return found
 

@@ -3,7 +3,7 @@
 Pure: how a run came about is not known here, nor how figures are shown (`bench_report.py`, `bench_html.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -129,10 +129,13 @@ def baseline(runs: Sequence[Run]) -> str | None:
     return fastest if speeds[fastest] else None
 
 
-def summarize(runs: Sequence[Run], *, costs: Costs | None = None, comparable: bool = True) -> list[Figures]:
+def summarize(
+    runs: Sequence[Run], *, costs: Costs | None = None, repeatable: Container[str] | None = None
+) -> list[Figures]:
     """Return the figures of every method by batch size: over all runs, the copy-heavy ones, and each category.
 
-    `comparable`: whether a lossless method says what plain decoding says (greedy, or coupled to the same seeds).
+    `repeatable`: methods that say what plain decoding says if they are lossless (greedy, or coupled to the same seeds);
+    None: all.
     """
     found = []
     for batch in dict.fromkeys(run.batch_size for run in runs):
@@ -142,12 +145,12 @@ def summarize(runs: Sequence[Run], *, costs: Costs | None = None, comparable: bo
             groups[category] = [run for run in own if run.category == category]
         fastest = baseline(own)
         for name, group in groups.items():
-            found += _figures(name, group, fastest, costs if batch == 1 else None, comparable)
+            found += _figures(name, group, fastest, costs if batch == 1 else None, repeatable)
     return found
 
 
 def _figures(
-    category: str, runs: Sequence[Run], fastest: str | None, costs: Costs | None, comparable: bool
+    category: str, runs: Sequence[Run], fastest: str | None, costs: Costs | None, repeatable: Container[str] | None
 ) -> list[Figures]:
     methods: dict[str, list[Run]] = {}
     for run in runs:
@@ -192,7 +195,7 @@ def _figures(
                 host_ms=_ratio(times[2], rounds),
                 time_share=Share(*(time / sum(times) for time in times)) if sum(times) else None,
                 identical_to_plain=sum(plain.get(_key(answer)) == answer.token_ids for answer in answers)
-                if plain and comparable else None,
+                if plain and (repeatable is None or method in repeatable) else None,
             )
         )  # fmt: skip
     return figures
