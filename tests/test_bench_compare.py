@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from specdec.engines.errors import RequestError
+from specdec.runtime.request import Round
 from specdec.tools.bench_compare import COMPARED, THRESHOLD, Change, check_same, compare, to_text
 from specdec.tools.bench_report import Report, read_report, to_json
 from specdec.tools.figures import Run, summarize
@@ -72,7 +73,8 @@ def test_fewer_tokens_a_round_and_fewer_equal_answers_are_regressions() -> None:
         if run.method != "ngram" or run.batch_size != 1:
             return run
         (answer,) = run.answers
-        cut = msgspec.structs.replace(answer, history=answer.history * 2, token_ids=(7, *answer.token_ids[1:]))
+        alone = tuple(Round(1, 0, float(at)) for at in range(1, 13))
+        cut = msgspec.structs.replace(answer, history=alone, token_ids=(7, *answer.token_ids[1:]))
         return msgspec.structs.replace(run, answers=(cut,))
 
     runs = tuple(map(worse, OLD.runs))
@@ -100,8 +102,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
     cpu = msgspec.structs.replace(OLD.machine.cpu, model="another processor")
     other_machine = a_report(machine=msgspec.structs.replace(OLD.machine, cpu=cpu))
     cases = (
-        (settings(max_new_tokens=64), r"the old report has other --max-new-tokens \(12, now 64\): use the same"),
-        (settings(prompts_digest="1"), "the old report has other prompts: use the same"),
+        (settings(max_new_tokens=64), r"measured with other --max-new-tokens \(12, now 64\): use the same"),
+        (settings(prompts_digest="1"), "measured with other prompts: use the same"),
         (settings(temperature=1.0), "--temperature"),
         (other_bundle, "the old report is of another bundle: its precision is fp32, not int8"),
         (other_machine, "another machine .* --compare-figures mean_accepted_length"),

@@ -241,6 +241,8 @@ def _number(value: float | None, digits: int = 3) -> str:
     """A short number: as many digits as tell something."""
     if value is None:
         return "–"
+    if abs(value) < 1:
+        return f"{value:.{digits - 1}f}"
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:#.{digits}g}"
 
 

@@ -51,6 +51,7 @@ DEFINITIONS = {
     "peak_memory_bytes": "most resident memory of a process of its own that loads the method and answers the longest "
     "prompt; libraries and mapped weights included",
     "queue_ms": "from when a request was due until it had a row",
+    "most_waiting": "most requests without a row, counted when one more came, itself included",
     "latency_ms": "from when a request was due until its answer was read",
     "pass_costs": "milliseconds of one pass of the target by rows and tokens a row, after 200 tokens",
 }
