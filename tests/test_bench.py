@@ -374,7 +374,7 @@ class Sleepy:
         return getattr(self._engine, name)
 
     def step(self, *arguments: Any, **options: Any) -> Any:
-        time.sleep(0.03)
+        time.sleep(0.01)
         return self._engine.step(*arguments, **options)
 
 
@@ -384,7 +384,7 @@ def sleepy(graph: Path, spec: ModelSpec, config: EngineConfig | None) -> Any:
 
 def test_a_planted_slowdown_fails_and_an_equal_run_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, prompts = tmp_path / "old.json", prompt_file(tmp_path, [question(1, "rag", FOX), question(2), question(3)])
-    options = [str(shared_bundle()), "--prompts", prompts, "--max-new-tokens", "6", "--methods", "ngram/chain/2",
+    options = [str(shared_bundle()), "--prompts", prompts, "--max-new-tokens", "4", "--methods", "ngram/chain/2",
                "--no-memory", "--repeat", "3"]  # fmt: skip
     assert main([*options, "--json", str(old)]) == 0
     capsys.readouterr()
