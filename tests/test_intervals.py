@@ -61,5 +61,7 @@ def test_the_predicted_speedup_is_the_formula() -> None:
     pass_ms = {1: 10.0, 2: 11.0, 4: 14.0, 8: 20.0}
     assert predicted_speedup(history, 3.0, pass_ms, 1, 10.0) == pytest.approx(by_hand)
     assert predicted_speedup([Round(0, 0, 0.0)], 0.0, pass_ms, 1, 10.0) is None
+    wide = predicted_speedup([Round(15, 15, 0.0)], 0.0, pass_ms, 1, 10.0)
+    assert wide == pytest.approx(16 * 10 / 32)  # beyond what was measured: 1.5 ms a token, as between 4 and 8
     padded = predicted_speedup([Round(1, 1, 0.0), Round(0, 0, 0.0)], 0.0, pass_ms, 2, 10.0)
     assert padded == pytest.approx((2 + 1) * 10 / (11 + 11))  # no pass is narrower than two

@@ -5,9 +5,8 @@ v(γ) + γ c plain passes: v(γ) what verifying takes, c what drafting a token t
 milliseconds; it does not know who drafted.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-
-import numpy as np
 
 from specdec.runtime.request import Round
 
@@ -38,7 +37,16 @@ def predicted_speedup(
     alpha = acceptance(history)
     if alpha is None or not decode_ms:
         return None
-    widths = sorted(pass_ms)
     tokens = sum(expected_tokens(alpha, each.depth) for each in history)
-    passes = np.interp([max(least, each.depth + 1) for each in history], widths, [pass_ms[width] for width in widths])
-    return float(tokens * decode_ms / (passes.sum() + draft_ms))
+    passes = sum(_between(pass_ms, max(least, each.depth + 1)) for each in history)
+    return tokens * decode_ms / (passes + draft_ms)
+
+
+def _between(pass_ms: Mapping[int, float], width: int) -> float:
+    """Milliseconds at a width: linear between the measured ones, and beyond them as between the last two."""
+    widths = sorted(pass_ms)
+    if len(widths) == 1:
+        return pass_ms[widths[0]]
+    after = min(max(bisect_left(widths, width), 1), len(widths) - 1)
+    low, high = widths[after - 1 : after + 1]
+    return pass_ms[low] + (pass_ms[high] - pass_ms[low]) * (width - low) / (high - low)
