@@ -106,7 +106,7 @@ def test_what_cannot_be_shown_is_replaced() -> None:
     assert printable("a\x00\x1b\ud800b\n\té") == "a\ufffd\ufffd\ufffdb\n\té"
 
 
-@pytest.mark.parametrize(("value", "end"), [(0.4, 0.4), (0.41, 0.5), (1, 1), (1.1, 2), (3, 4), (79, 80), (81, 100),
+@pytest.mark.parametrize(("value", "end"), [(0.4, 0.4), (0.41, 0.8), (1, 1), (1.1, 2), (3, 4), (79, 80), (81, 100),
                                             (0.03, 0.04), (0.0, 1.0)])  # fmt: skip
 def test_scales_end_at_short_numbers(value: float, end: float) -> None:
     assert nice(value) == pytest.approx(end)

@@ -132,13 +132,13 @@ def swatch(hue: int, *, mark: bool = False) -> Markup:
 
 
 def nice(value: float) -> float:
-    """The least of 1, 2, 4, 5, 8 times a power of ten that is not below `value`: its quarters are short numbers."""
+    """The least of 1, 2, 4, 8 times a power of ten that is not below `value`: its quarters are short numbers."""
     power = 1.0
     while power * 10 <= value:
         power *= 10
     while power > value > 0:
         power /= 10
-    return next((power * lead for lead in (1, 2, 4, 5, 8, 10) if power * lead >= value * 0.9999), 1.0)
+    return next((power * lead for lead in (1, 2, 4, 8, 10) if power * lead >= value * 0.9999), 1.0)
 
 
 def _mark(x: str, y: float, hue: int, title: str, *, hollow: bool = False) -> Markup:
