@@ -16,7 +16,7 @@ import pytest
 
 from specdec.engines.contract import ModelSpec
 from specdec.engines.costs import PassCost, pass_costs
-from specdec.engines.errors import RequestError
+from specdec.engines.errors import EngineError, RequestError
 from specdec.engines.manifest import read_manifest
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.runtime import LLM, SpeculativeConfig
@@ -48,6 +48,34 @@ def prompt_file(folder: Path, questions: Sequence[Question]) -> str:
     return str(path)
 
 
+def no_failure(name: str, reason: EngineError) -> None:
+    raise AssertionError(f"{name} failed") from reason
+
+
+def test_a_peer_that_fails_is_left_out_from_there_on() -> None:
+    def method(name: str, failing: int) -> Generate:
+        def generate(unit: Unit, count: int) -> Run:
+            if unit.number == failing:
+                raise EngineError(f"{name} has ended")
+            answer = Answer(question_id=unit.number, token_ids=(7,) * count, decoded=count)
+            return Run(method=name, unit=unit.number, category="qa", seconds=1.0, answers=(answer,))
+
+        return generate
+
+    work, left_out = units([question(1), question(2), question(3)], 1), list[tuple[str, str]]()
+    failing = {"a": 9, "openvino:plain": 1, "llama-cpp": 9}
+    methods = {name: method(name, number) for name, number in failing.items()}
+    runs = list(interleave(work, methods, 4, 2, lambda name, reason: left_out.append((name, str(reason)))))
+    assert [(run.unit, run.method) for run in runs] == [
+        *((0, "a"), (0, "openvino:plain"), (0, "llama-cpp")),
+        *((1, "a"), (1, "llama-cpp")),
+        *((2, "a"), (2, "llama-cpp")),
+    ]
+    assert left_out == [("openvino:plain", "openvino:plain has ended")]
+    with pytest.raises(EngineError, match="ours has ended"):
+        list(interleave(work, {"a": method("ours", 2)}, 4, 1, no_failure))
+
+
 def test_methods_take_turns_and_the_fastest_repeat_counts() -> None:
     calls: list[tuple[str, int, int]] = []
 
@@ -67,7 +95,7 @@ def test_methods_take_turns_and_the_fastest_repeat_counts() -> None:
         "ort-genai": method("ort-genai", [1.0, 1.0, 1.0, 1.0], 6),
         "llama-cpp": method("llama-cpp", [3.0, 2.0, 4.0, 5.0], 6),
     }
-    runs = list(interleave(units([question(1), question(2)], 1), methods, 10, 2))
+    runs = list(interleave(units([question(1), question(2)], 1), methods, 10, 2, no_failure))
     assert [(run.method, run.unit, run.seconds) for run in runs] == [
         ("a", 0, 3.0),
         ("b", 0, 1.0),
@@ -157,7 +185,8 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert len(lines) == 5 + 1 + 1 + 4 * (len(names) + 2)  # pass costs; all, copy-heavy and two categories
 
     written = json.loads(report.read_text())
-    assert written["peers"] == VERSIONS
+    assert written["peers"] == {name: VERSIONS[name] for name in ("ort-genai", "llama-cpp")}
+    assert written["peer_failures"] == []
     assert written["baseline"] in ("plain-fast", "plain")
     assert len(written["pass_costs"]) == 14
     assert list(dict.fromkeys(each["category"] for each in written["figures"])) == [

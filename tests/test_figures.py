@@ -121,3 +121,16 @@ def test_no_time_is_no_speed() -> None:
 
 def test_align() -> None:
     assert align([("a", "bb", "c"), ("ddd", "e", "ff")], left=1) == "a    bb   c\nddd   e  ff"
+
+
+def test_a_peer_counts_in_the_fastest_of_its_modes() -> None:
+    peers = [
+        run("llama-cpp:plain", 1, 2.0),
+        run("llama-cpp:plain", 2, 2.0),
+        run("llama-cpp:lookup-3", 1, 1.0),
+        run("llama-cpp:lookup-3", 2, 1.0),
+    ]
+    ours = [run("plain", 1, 1.0), run("plain", 2, 1.0), run("layerskip:2", 1, 0.5), run("layerskip:2", 2, 0.5)]
+    figures = {name: each.speedup_peers for name, each in pick(summarize([*ours, *peers]), 1).items()}
+    assert figures["plain"] == figures["llama-cpp:lookup-3"] == {"llama-cpp": 1.0}
+    assert figures["layerskip:2"] == {"llama-cpp": 2.0}

@@ -10,18 +10,49 @@ import numpy as np
 import pytest
 
 from specdec.engines.errors import EngineError, EngineUnavailableError
-from specdec.tools.peers import LLAMA_CPP, LOOP, ORT_GENAI, Answer, Driver, Peer, add_peer_options, open_peers
-from support.fake_peers import END, VERSIONS, genai_folder, gguf_file, greedy, logits_after, peer_python
+from specdec.tools.peers import (
+    DRIVERS,
+    LLAMA_CPP,
+    LOOP,
+    OPENVINO,
+    ORT_GENAI,
+    PLAIN,
+    TRANSFORMERS,
+    Answer,
+    Driver,
+    Peer,
+    add_peer_options,
+    open_peer_set,
+)
+from support.bundles import shared_bundle
+from support.fake_peers import (
+    END,
+    VERSIONS,
+    checkpoint_folder,
+    genai_folder,
+    gguf_file,
+    greedy,
+    logits_after,
+    openvino_folder,
+    peer_python,
+)
 
-DRIVERS = [ORT_GENAI, LLAMA_CPP]
 VOCAB = 11
+MAKE = {
+    "transformers": checkpoint_folder,
+    "ort-genai": genai_folder,
+    "llama-cpp": gguf_file,
+    "openvino": openvino_folder,
+}
+# What the prompt's pass gives and what a pass gives then, where a stand-in speculates.
+WIDE = {TRANSFORMERS.name: (1, 2), OPENVINO.name: (1, 2)}
 
 
 def model_of(driver: Driver, folder: Path, vocab: int = VOCAB, threads: int = 1) -> Path:
-    return (genai_folder if driver is ORT_GENAI else gguf_file)(folder, vocab, threads)
+    return MAKE[driver.name](folder, vocab, threads)
 
 
-@pytest.fixture(params=DRIVERS, ids=lambda driver: driver.name)
+@pytest.fixture(params=DRIVERS.values(), ids=lambda driver: driver.name)
 def driver(request: pytest.FixtureRequest) -> Driver:
     return request.param
 
@@ -51,14 +82,35 @@ def test_greedy_tokens_and_the_time_of_all_but_the_first(peer: Peer) -> None:
         assert peer.generate(prompt, count) == Answer(expected, count - 1)
 
 
+def test_every_mode_makes_the_tokens_and_tells_what_its_passes_took(driver: Driver, tmp_path: Path) -> None:
+    model = model_of(driver, tmp_path)
+    peer = Peer(driver, peer_python(tmp_path), model, 1, draft=model)
+    expected = greedy([1, 2], VOCAB, 6)
+    assert next(iter(driver.all_modes)) == PLAIN
+    assert peer.in_mode(PLAIN).generate([1, 2], 6) == peer.generate([1, 2], 6)
+    for mode in driver.all_modes:
+        other = peer.in_mode(mode)
+        assert (other.name, other.version) == (f"{driver.name}:{mode}", peer.version)
+        answer = other.generate([1, 2], 6)
+        assert answer.token_ids == expected
+        if mode.startswith(PLAIN) or driver.name not in WIDE:
+            assert (answer.first, answer.decoded, answer.seconds) == (1, 5, 5)
+        elif driver is TRANSFORMERS and mode == "assisted":
+            assert (answer.first, answer.decoded, answer.seconds) == (2, 4, 2)  # two of the prompt's pass, then 2 + 2
+        else:
+            assert (answer.first, answer.decoded, answer.seconds) == (1, 5, 3)  # 2 + 2 + 1
+    assert peer.name == driver.name
+    peer.close()
+
+
 def test_an_end_token_does_not_end_an_answer(peer: Peer) -> None:
     prompt = prompt_before(2, 6)
     answer = peer.generate(prompt, 6)
     assert len(answer.token_ids) == 6
     assert answer.seconds == 5
     assert answer.token_ids[:2] == greedy(prompt, VOCAB, 2)
-    # onnxruntime-genai keeps end tokens from being chosen, llama.cpp does not know that they are any.
-    assert (answer.token_ids[2] == END) == (peer.driver is LLAMA_CPP)
+    # onnxruntime-genai keeps end tokens from being chosen, the others do not know that they are any.
+    assert (answer.token_ids[2] == END) == (peer.driver is not ORT_GENAI)
     last = prompt_before(3, 4)
     assert peer.generate(last, 4).token_ids == greedy(last, VOCAB, 4)
 
@@ -86,8 +138,8 @@ def test_decoding_and_scoring_in_turns_at_any_length(peer: Peer) -> None:
 def test_the_size_is_that_of_graphs_and_weights(driver: Driver, tmp_path: Path) -> None:
     model = model_of(driver, tmp_path)
     peer = Peer(driver, peer_python(tmp_path), model, 1)
-    first = model / "model.onnx" if model.is_dir() else model
-    assert peer.size == first.stat().st_size + (1000 if model.is_dir() else 0)
+    first = len('{"vocab": 11, "threads": 1}')
+    assert peer.size == first + (1000 if driver in (ORT_GENAI, OPENVINO) else 0)
     peer.close()
 
 
@@ -104,6 +156,9 @@ def test_a_peer_that_ends_is_an_error_with_its_last_line(peer: Peer) -> None:
             peer.generate([VOCAB], 3)
     with pytest.raises(EngineError, match=rf"^{peer.driver.title} has ended: ValueError: no such token$"):
         peer.score([1])
+    other = peer.in_mode(list(peer.driver.modes)[-1])
+    other.restart()
+    assert peer.generate([1, 2], 3).token_ids == other.generate([1, 2], 3).token_ids == greedy([1, 2], VOCAB, 3)
 
 
 def test_logits_of_other_positions_are_an_error(tmp_path: Path) -> None:
@@ -116,9 +171,11 @@ def test_logits_of_other_positions_are_an_error(tmp_path: Path) -> None:
 
 
 def test_a_python_without_the_package_is_an_error_that_says_what_to_give(driver: Driver) -> None:
-    package = {"ort-genai": "onnxruntime_genai", "llama-cpp": "llama_cpp"}[driver.name]
+    package = {"ort-genai": "onnxruntime_genai", "llama-cpp": "llama_cpp", "openvino": "openvino"}.get(driver.name)
+    if package is None:
+        pytest.skip("this Python has transformers")
     message = rf"^{driver.title} has ended: ModuleNotFoundError: No module named '{package}'; give a Python that has it"
-    with pytest.raises(EngineUnavailableError, match=rf"{message}: --{driver.name}-python$"):
+    with pytest.raises(EngineUnavailableError, match=rf"{message}, {sys.executable} does not$"):
         Peer(driver, sys.executable, Path("model"), 1)
 
 
@@ -129,6 +186,36 @@ def test_a_missing_python_is_an_error(driver: Driver, tmp_path: Path) -> None:
 
 def test_a_driver_is_python(driver: Driver) -> None:
     compile(driver.source + LOOP, driver.name, "exec")
+    compile(driver.converter, driver.name, "exec")
+    assert all("==" in requirement for requirement in driver.requirements)
+
+
+SMALL = """
+import json, sys, time
+import numpy
+version = "1"
+
+def generate(prompt, count):
+    if prompt == [1]:
+        time.sleep(600)
+    return [7] * (count - 1), 1, 1.0
+
+def score(tokens):
+    return None
+"""
+
+
+def test_too_few_tokens_no_logits_and_no_answer_in_time() -> None:
+    peer = Peer(Driver("small", "Small", SMALL), sys.executable, Path("model"), 1)
+    with pytest.raises(EngineError, match=r"^Small made 2 tokens where 3 were asked for$"):
+        peer.generate([2], 3)
+    assert peer.score([1, 2]) is None
+    peer.close()
+    late = Peer(Driver("small", "Small", SMALL), sys.executable, Path("model"), 1, seconds=20)
+    late._process._seconds = 0.1
+    with pytest.raises(EngineError, match=r"^Small gave no answer within 0.1 s and was ended$"):
+        late.generate([1], 3)
+    late.close()
 
 
 def test_options_open_the_peers_that_were_asked_for(tmp_path: Path) -> None:
@@ -143,7 +230,7 @@ def test_options_open_the_peers_that_were_asked_for(tmp_path: Path) -> None:
         (llama + genai, ["ort-genai", "llama-cpp"]),
     ):
         with ExitStack() as stack:
-            peers = open_peers(parser.parse_args(options), 1, stack)
+            peers = open_peer_set(parser.parse_args(options), 1, stack, shared_bundle()).peers
             assert [peer.driver.name for peer in peers] == names
             assert [peer.model for peer in peers] == [{"ort-genai": folder, "llama-cpp": file}[name] for name in names]
         for peer in peers:

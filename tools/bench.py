@@ -23,7 +23,7 @@ from specdec.tools.bench_compare import COMPARED, THRESHOLD, check_same, compare
 from specdec.tools.bench_html import to_html
 from specdec.tools.bench_measure import Measurement
 from specdec.tools.bench_methods import METHOD
-from specdec.tools.bench_report import Report, cost_table, load_table, read_report, table, to_json
+from specdec.tools.bench_report import Report, cost_table, failure_lines, load_table, read_report, table, to_json
 from specdec.tools.figures import FAST, PLAIN
 from specdec.tools.peers import add_peer_options
 
@@ -36,7 +36,7 @@ EXAMPLES = """examples:
   specdec-bench bundle --prompts chats.json --turns all --batch-size 1,4 --load 0.5,1
   specdec-bench bundle --prompts question.jsonl --compare measured.json     # exit code 1 when it got worse
   specdec-bench bundle --pass-costs
-  specdec-bench bundle --prompts question.jsonl --llama-cpp model.gguf --llama-cpp-python PYTHON
+  specdec-bench bundle --prompts question.jsonl --peers ort-genai,llama-cpp --peer-model model.gguf
 
 exit code: 0 done, 1 failed or worse than --compare allows, 2 wrong usage
 """
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None, *, opener: Opener = open_engine) -> 
     """Run the command; return its exit code: 0 done, 1 failed or regressed, 2 wrong usage. `opener`: for tests."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if (args.ort_genai or args.llama_cpp) and (args.turns == "all" or 1 not in args.batch_size):
+    if (args.ort_genai or args.llama_cpp or args.peers) and (args.turns == "all" or 1 not in args.batch_size):
         parser.error("peers answer first turns, one prompt at a time: use --turns first and a --batch-size of 1")
     for option, path in (("--json", args.json), ("--html", args.html)):
         if path and not path.parent.is_dir():
@@ -83,6 +83,7 @@ def _shown(report: Report, *, costs: bool) -> list[str]:
     """The tables that there is something to show in."""
     tables = [cost_table(report.pass_costs)] if costs else []
     tables += [table(report.figures, report.baseline)] if report.figures else []
+    tables += [failure_lines(report.peer_failures)] if report.peer_failures else []
     return [*tables, *([load_table(report.load)] if report.load else [])]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec.engines.errors import RequestError
 from specdec.tools.bench_report import Report
-from specdec.tools.figures import PEERS, Run, align, pick, sums
+from specdec.tools.figures import Run, align, peer_of, pick, sums
 from specdec.tools.intervals import Interval, Sums, interval, ratios
 
 Compared = Literal["tokens_per_second", "speedup", "mean_accepted_length"]
@@ -82,7 +82,7 @@ def compare(old: Report, new: Report, figures: Sequence[Compared], threshold: fl
     for batch in dict.fromkeys(run.batch_size for run in new.runs):
         before, after = (_by_method(report.runs, batch) for report in (old, new))
         was, now = (pick(report.figures, batch) for report in (old, new))
-        for method in (name for name in after if name in before and name not in PEERS):
+        for method in (name for name in after if name in before and not peer_of(name)):
             for figure in figures:
                 changes += _change(figure, method, batch, before, after, threshold)
             same = was[method].identical_to_plain, now[method].identical_to_plain

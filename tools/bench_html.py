@@ -15,7 +15,7 @@ from markupsafe import Markup
 from specdec.tools.bench_charts import Bar, Line, bars, plot, span, stacked, swatch
 from specdec.tools.bench_report import Report
 from specdec.tools.bench_tokens import KINDS
-from specdec.tools.figures import ALL, FAST, PEERS, PLAIN, Figures, pick
+from specdec.tools.figures import ALL, FAST, PLAIN, Figures, peer_of, pick
 
 HUES = 8  # colours for methods; 0 is plain decoding's
 DEEPEST = 8  # positions of a draft that are shown
@@ -113,7 +113,7 @@ def printable(text: str) -> str:
 
 
 def _best(overall: Mapping[str, Figures]) -> Figures | None:
-    drafting = [each for name, each in overall.items() if name not in (FAST, PLAIN, *PEERS)]
+    drafting = [each for name, each in overall.items() if name not in (FAST, PLAIN) and not peer_of(name)]
     return max(drafting, key=lambda each: each.tokens_per_second, default=None)
 
 

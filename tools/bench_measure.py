@@ -7,7 +7,7 @@ but progress.
 import argparse
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from specdec.engines.costs import BATCHES, CAPACITY, PASSES, WIDTHS, PassCost, pass_costs
-from specdec.engines.errors import RequestError
+from specdec.engines.errors import EngineError, RequestError
 from specdec.engines.manifest import Manifest, read_manifest
 from specdec.engines.prompts import PROMPTS
 from specdec.engines.registry import EngineConfig, with_plans
@@ -28,7 +28,7 @@ from specdec.tools.bench_report import BundleFacts, MethodFacts, Report, Setting
 from specdec.tools.bench_run import Conversation, Generate, Unit, interleave, own_method, peer_method, units
 from specdec.tools.bench_tokens import Sample, marked
 from specdec.tools.figures import Costs, Figures, Run, baseline, pick, summarize
-from specdec.tools.peers import open_peers
+from specdec.tools.peers import open_peer_set
 from specdec.tools.questions import Question, read_questions, select
 
 OWN_PROMPTS = "built-in"  # in place of a file's name
@@ -65,15 +65,18 @@ class Measurement:
             opener=self._opener,
             stack=self._stack,
         )
-        peers = open_peers(args, args.threads, self._stack)
+        peers = open_peer_set(args, args.threads, self._stack, args.bundle)
         first = methods[0].llm
         turns = None if args.turns == "all" else 1
         own: dict[str, Generate] = {each.name: own_method(each.name, each.llm, each.params, turns) for each in methods}
-        asked = {peer.driver.name: peer_method(peer, lambda question: Conversation(question).prompt(first))
-                 for peer in peers}  # fmt: skip
+        versions = {peer.driver.name: peer.version for peer in peers.peers}
+        by_name = {peer.name: peer for peer in peers.peers}
+        asked = {name: peer_method(peer, lambda question: Conversation(question).prompt(first))
+                 for name, peer in by_name.items()}  # fmt: skip
         runs: list[Run] = []
         for rows in args.batch_size:
-            runs += self._runs(units(self.questions, rows), own | asked if rows == 1 else own)
+            work, ways = units(self.questions, rows), own | asked if rows == 1 else own
+            runs += self._runs(work, ways, lambda name, reason: peers.drop(by_name[name], reason))
         greedy = self._sampling["temperature"] == 0
         repeatable = {each.name for each in methods if greedy or each.params.rule == "coupled"}
         repeatable |= set(asked) if greedy else set()
@@ -84,7 +87,8 @@ class Measurement:
         _progress("")
         return self.report(
             methods=facts,
-            peers={peer.driver.name: peer.version for peer in peers},
+            peers=versions,
+            peer_failures=tuple(peers.failures),
             baseline=baseline([run for run in runs if run.batch_size == args.batch_size[0]]),
             figures=tuple(figures),
             load=tuple(load),
@@ -132,14 +136,21 @@ class Measurement:
             **{name: getattr(args, name) for name in names},
         )
 
-    def _runs(self, work: Sequence[Unit], methods: dict[str, Generate]) -> list[Run]:
-        args, runs = self.args, list[Run]()
-        list(interleave(work[:1] * args.warmup, methods, args.max_new_tokens, 1))
-        for run in interleave(work, methods, args.max_new_tokens, args.repeat):
+    def _runs(
+        self, work: Sequence[Unit], methods: dict[str, Generate], leave_out: Callable[[str, EngineError], None]
+    ) -> list[Run]:
+        args, runs, left = self.args, list[Run](), dict(methods)
+
+        def leave(name: str, reason: EngineError) -> None:
+            del left[name]
+            leave_out(name, reason)
+
+        list(interleave(work[:1] * args.warmup, methods, args.max_new_tokens, 1, leave))
+        for run in interleave(work, left.copy(), args.max_new_tokens, args.repeat, leave):
             runs.append(run)
-            done, rows = f"{len(runs) // len(methods)} of {len(work)}", work[0].rows
+            done, rows = f"{run.unit + 1} of {len(work)}", work[0].rows
             _progress(f"batch size {rows}: {done}" if rows > 1 else f"{done} prompts")
-        return runs
+        return [run for run in runs if run.method in left]  # what answered some of the prompts cannot be compared
 
     def _load(self, methods: Sequence[Method]) -> list[LoadFigures]:
         args, found = self.args, list[LoadFigures]()

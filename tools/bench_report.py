@@ -16,6 +16,7 @@ from specdec.tools.bench_load import LoadFigures
 from specdec.tools.bench_tokens import Sample
 from specdec.tools.figures import PEERS, PLAIN, Figures, Run, align
 from specdec.tools.intervals import CONFIDENCE, RESAMPLES, Percentiles
+from specdec.tools.peers import PeerFailure
 from specdec.tools.probes import Cpu, cpu, memory, package_version
 
 SCHEMA_VERSION = 1
@@ -29,7 +30,7 @@ DEFINITIONS = {
     "speedup": "tokens_per_second over that of the fastest plain decoding of the same run and batch size",
     "speedup_interval": f"the middle {100 * CONFIDENCE:.0f} % of {RESAMPLES} bootstrap resamples of the prompts, both "
     "methods on the same ones: what other prompts of this kind would give. It holds no drift of the machine",
-    "speedup_peers": "tokens_per_second over that of another runtime, in turn on the same prompts",
+    "speedup_peers": "tokens_per_second over that of another runtime in its fastest mode, in turn on the same prompts",
     "predicted_speedup": "what the theory gives for these drafts (Leviathan et al., arXiv:2211.17192): the sum of "
     "(1 - α^(γ+1)) / (1 - α) over the sum of v(γ) + γ c, with v and c measured, in passes of plain decoding. What the "
     "host does, and what a growing context costs, is in the observed speedup alone. Chains, one at a time",
@@ -109,7 +110,10 @@ class MethodFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything. `baseline`: the fastest plain decoding, one at a time. `peers`: versions of other runtimes."""
+    """Everything. `baseline`: the fastest plain decoding, one at a time.
+
+    `peers`: versions of other runtimes. `peer_failures`: what became of modes that did not answer every prompt.
+    """
 
     schema_version: int = SCHEMA_VERSION
     tool: str = "specdec-bench"
@@ -119,6 +123,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     methods: dict[str, MethodFacts] = {}
     peers: dict[str, str] = {}
+    peer_failures: tuple[PeerFailure, ...] = ()
     baseline: str | None = None
     figures: tuple[Figures, ...] = ()
     load: tuple[LoadFigures, ...] = ()
@@ -203,6 +208,11 @@ def table(figures: Sequence[Figures], fastest: str | None) -> str:
         )
         last = group
     return align(rows, left=2)
+
+
+def failure_lines(failures: Sequence[PeerFailure]) -> str:
+    """What became of peers that were left out, a line each."""
+    return "\n".join(f"{each.name} is left out: {each.message}" for each in failures)
 
 
 def load_table(load: Sequence[LoadFigures]) -> str:

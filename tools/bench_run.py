@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
+from specdec.engines.errors import EngineError
 from specdec.runtime.llm import LLM
 from specdec.runtime.params import SamplingParams
 from specdec.runtime.request import RequestOutput
 from specdec.runtime.text import Message
-from specdec.tools.figures import ALL, PEERS, Answer, Run
+from specdec.tools.figures import ALL, Answer, Run, peer_of
 from specdec.tools.peers import Peer
 from specdec.tools.questions import Question
 
@@ -59,21 +60,36 @@ def units(questions: Sequence[Question], rows: int) -> list[Unit]:
     return [Unit(first, ALL, tuple(questions[first::count]), rows) for first in range(count)]
 
 
-def interleave(work: Sequence[Unit], methods: Mapping[str, Generate], count: int, repeat: int) -> Iterator[Run]:
+def interleave(
+    work: Sequence[Unit],
+    methods: Mapping[str, Generate],
+    count: int,
+    repeat: int,
+    leave_out: Callable[[str, EngineError], None],
+) -> Iterator[Run]:
     """Run every method on every unit, each unit starting with another method; yield the fastest repeat of each.
 
-    Peers come last, taking turns as well, and generate as many tokens as the first method did.
+    Peers come last, taking turns as well, and generate as many tokens as the first method did. One that fails is left
+    out from there on: `leave_out` is told, and why.
     """
-    own, peers = [name for name in methods if name not in PEERS], [name for name in methods if name in PEERS]
+    own, peers = [name for name in methods if not peer_of(name)], [name for name in methods if peer_of(name)]
     for index, unit in enumerate(work):
         best: dict[str, Run] = {}
         for turn in range(index, index + repeat):
             for name in (*_rotated(own, turn), *_rotated(peers, turn)):
                 most = len(best[own[0]].answers[0].token_ids) if name in peers else count
-                run = methods[name](unit, most)
+                try:
+                    run = methods[name](unit, most)
+                except EngineError as exc:
+                    if name in own:
+                        raise
+                    peers.remove(name)
+                    best.pop(name, None)
+                    leave_out(name, exc)
+                    continue
                 if name not in best or run.seconds < best[name].seconds:
                     best[name] = run
-        yield from (best[name] for name in methods)
+        yield from (best[name] for name in methods if name in best)
 
 
 def _rotated(names: Sequence[str], turn: int) -> list[str]:
@@ -114,15 +130,13 @@ def own_method(name: str, llm: LLM, params: SamplingParams, turns: int | None) -
 
 
 def peer_method(peer: Peer, prompt: Callable[[Question], Sequence[int]]) -> Generate:
-    """A peer, which answers the first turn; the first of its tokens comes from the prompt's pass and is not timed."""
+    """A peer, which answers the first turn; the first of its tokens come from the prompt's pass and are not timed."""
 
     def generate(unit: Unit, count: int) -> Run:
         (question,) = unit.questions
         found = peer.generate(prompt(question), count)
-        answer = Answer(question_id=question.question_id, token_ids=found.token_ids, decoded=len(found.token_ids) - 1)
-        return Run(
-            method=peer.driver.name, unit=unit.number, category=unit.category, seconds=found.seconds, answers=(answer,)
-        )
+        answer = Answer(question_id=question.question_id, token_ids=found.token_ids, decoded=found.decoded)
+        return Run(method=peer.name, unit=unit.number, category=unit.category, seconds=found.seconds, answers=(answer,))
 
     return generate
 

@@ -19,7 +19,7 @@ from specdec.engines.base import Engine
 from specdec.engines.command import CommandParser, positive, run_command
 from specdec.engines.contract import ModelSpec
 from specdec.engines.costs import PassCost, pass_costs
-from specdec.engines.damage import WIDTH, Damage, Tally, compare_engines, teacher_forced
+from specdec.engines.damage import WIDTH, Damage, compare_engines
 from specdec.engines.errors import RequestError
 from specdec.engines.prompts import PROMPTS
 from specdec.engines.registry import EngineConfig, open_engine
@@ -27,7 +27,8 @@ from specdec.runtime import SamplingParams, SpeculativeConfig
 from specdec.runtime.text import TextCodec
 from specdec.tools.figures import align
 from specdec.tools.pairs import DRAFT, TARGET, Content, Open, Pair, Subject, run_pair, subjects
-from specdec.tools.peers import Peer, add_peer_options, open_peers
+from specdec.tools.peers import PLAIN, Peer, add_peer_options, open_peer_set
+from specdec.tools.peers.damage import peer_damage
 from specdec.tools.questions import read_questions
 
 PROG = "python -m specdec.tools.damage"
@@ -97,34 +98,17 @@ def damages(
 
 
 def peer_costs(peers: Sequence[Peer], reference: Engine, texts: Sequence[Sequence[int]], width: int) -> list[Cost]:
-    """What each peer costs on `texts` (token ids), of which `reference` is given `width` tokens at a time.
-
-    Raises `RequestError` for a peer whose vocabulary is smaller than that of `reference`.
-    """
-    size, tallies = reference.spec.vocab_size, [Tally() for _ in peers]
-    for tokens in texts:
-        if len(tokens) < 2 or not peers:
-            continue
-        scores = [peer.score(tokens[:-1]) for peer in peers]
-        for peer, logits in zip(peers, scores, strict=True):
-            if logits.shape[1] < size:
-                raise RequestError(f"{peer.model} has a vocabulary of {logits.shape[1]}, the reference one of {size}: "
-                                   "compare the same model")  # fmt: skip
-        at = 0
-        for following, expected in teacher_forced(reference, tokens, width):
-            for tally, logits in zip(tallies, scores, strict=True):
-                tally.add(expected, logits[at : at + len(following), :size], following)
-            at += len(following)
+    """What each peer costs on `texts` (token ids). Raises as `peer_damage`."""
     return [
         Cost(
             bundle=str(peer.model),
             role=f"{peer.driver.name} {peer.version}",
             precision=None,
             size=peer.size,
-            damage=tally.damage,
+            damage=damage,
             pass_costs=[],
         )
-        for peer, tally in zip(peers, tallies, strict=True)
+        for peer, damage in zip(peers, peer_damage(peers, reference, texts, width), strict=True)
     ]
 
 
@@ -180,7 +164,8 @@ def _measure(args: argparse.Namespace, stack: ExitStack) -> Report:
         return engines[subject.content]
 
     with ExitStack() as lent:
-        peers = open_peers(args, args.threads or os.cpu_count() or 1, lent)
+        opened_peers = open_peer_set(args, args.threads or os.cpu_count() or 1, lent, args.bundles[0])
+        peers = [peer for peer in opened_peers.peers if peer.mode == PLAIN]
         quality = damages(args.reference, compared, opened, tokens)
         truth = next(each for each in _known(args.reference, compared) if each.role == TARGET)
         of_peers = peer_costs(peers, opened(truth), tokens, _width(compared))

@@ -13,7 +13,7 @@ from specdec.tools.intervals import Interval, Percentiles, Sums, interval, perce
 from specdec.tools.theory import acceptance, predicted_speedup
 
 FAST, PLAIN = "plain-fast", "plain"  # the references
-PEERS = GENAI, LLAMA = "ort-genai", "llama-cpp"  # every other method is a drafter
+PEERS = ("transformers", "ort-genai", "llama-cpp", "openvino")  # every other method is a drafter
 ALL, COPYING = "all", "copy-heavy"
 COPY_HEAVY = frozenset({"extraction", "translation", "math", "math_reasoning", "rag"})  # Spec-Bench categories
 
@@ -122,6 +122,12 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     least: dict[str, int]
 
 
+def peer_of(method: str) -> str | None:
+    """Name the peer that a method is of, `PEER` or `PEER:MODE`; None: it is ours."""
+    name = method.partition(":")[0]
+    return name if name in PEERS else None
+
+
 def baseline(runs: Sequence[Run]) -> str | None:
     """Name the plain method of this package that decodes fastest over all runs."""
     speeds = {name: _speed([run for run in runs if run.method == name]) for name in (FAST, PLAIN)}
@@ -157,7 +163,7 @@ def _figures(
         methods.setdefault(run.method, []).append(run)
     plain = {_key(answer): answer.token_ids for run in methods.get(PLAIN, ()) for answer in run.answers}
     reference = methods.get(fastest or "", [])
-    peers = {name: _speed(methods[name]) for name in PEERS if name in methods}
+    peers = _peer_speeds(methods)
     figures = []
     for method, own in methods.items():
         answers = [answer for run in own for answer in run.answers]
@@ -199,6 +205,15 @@ def _figures(
             )
         )  # fmt: skip
     return figures
+
+
+def _peer_speeds(methods: Mapping[str, Sequence[Run]]) -> dict[str, float]:
+    """Speed of each peer in its fastest mode."""
+    speeds: dict[str, float] = {}
+    for method, own in methods.items():
+        if peer := peer_of(method):
+            speeds[peer] = max(speeds.get(peer, 0.0), _speed(own))
+    return speeds
 
 
 def by_position(history: Sequence[Round]) -> tuple[float, ...]:

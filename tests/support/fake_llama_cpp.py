@@ -1,6 +1,7 @@
 """The part of llama-cpp-python that the driver uses, over `fake_peers.FakeModel`."""
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,22 @@ class Llama:
 
     def close(self) -> None:
         self.open = False
+
+    def generate(self, tokens: list[int], *, temp: float, repeat_penalty: float) -> Iterator[int]:
+        """One token a pass, as if nothing that is looked up were right."""
+        assert (temp, repeat_penalty) == (0.0, 1.0)
+        assert isinstance(self.draft_model, LlamaPromptLookupDecoding)
+        assert self.logits_all, "fails on long prompts"
+        while True:
+            self.eval(tokens)
+            tokens = [int(self.logits[-1].argmax())]
+            yield tokens[0]
+
+
+@dataclass
+class LlamaPromptLookupDecoding:
+    max_ngram_size: int
+    num_pred_tokens: int
 
 
 @dataclass

@@ -31,6 +31,10 @@ class GeneratorParams:
         assert not do_sample
         self.min_length, self.max_length = min_length, max_length
 
+    def set_speculative_options(self, *, ngram_size: int, max_draft_tokens: int, min_adaptive_k: int = 0) -> None:
+        assert ngram_size >= 2
+        assert max_draft_tokens >= max(min_adaptive_k, 1)
+
 
 class Generator:
     """Ends at an end token, which it makes at `min_length` tokens or later, and at `max_length`."""

@@ -1,8 +1,8 @@
-"""Stand-ins for peers: a Python that has onnxruntime-genai and llama.cpp, and models for them.
+"""Stand-ins for peers: a Python that has all of them, and models for them.
 
-The modules `fake_onnxruntime_genai` and `fake_llama_cpp` play the libraries, so what is tested runs the drivers' own
-source. Both run one model whose logits are a formula of the tokens so far; in the peer's process, the clock shows how
-many passes it has made.
+The modules `fake_...` beside this one play the libraries, so what is tested runs the drivers' own source. All run one
+model whose logits are a formula of the tokens so far; in the peer's process, the clock shows how many passes it has
+made.
 """
 
 import json
@@ -11,11 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 END = 0  # the end token
-VERSIONS = {"ort-genai": "9.9", "llama-cpp": "8.8"}
+VERSIONS = {"transformers": "7.7", "ort-genai": "9.9", "llama-cpp": "8.8", "openvino": "6.6"}
 SCRIPT = """#!{python}
 import sys
 sys.path.insert(0, {tests!r})
@@ -46,35 +47,43 @@ class FakeModel:
 
     vocab: int
     threads: int
-    passes: int = 0
+    passes: ClassVar[int] = 0  # of all models of the process
 
     @classmethod
     def load(cls, path: Path, threads: int) -> "FakeModel":
         model = cls(**json.loads(path.read_text()))
         assert threads == model.threads, threads
-        time.perf_counter = lambda: float(model.passes)
+        time.perf_counter = lambda: float(cls.passes)
         print("a library says hello", flush=True)
         return model
 
     def forward(self, past: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """One pass: logits after each of `tokens` [len(tokens), vocab]."""
-        self.passes += 1
+        FakeModel.passes += 1
         if not all(0 <= token < self.vocab for token in tokens):
             print("first line", file=sys.stderr)
             raise ValueError("no such token")
         history = [*past, *tokens]
         return np.stack([logits_after(history[:end], self.vocab) for end in range(len(past) + 1, len(history) + 1)])
 
+    def greedy(self, past: Sequence[int], count: int) -> list[int]:
+        """The most probable `count` tokens after `past`, in one pass; raises as `forward` does."""
+        self.forward([], past)
+        return list(greedy(past, self.vocab, count))
+
 
 def play() -> None:
     """Put the stand-ins where the libraries would be found."""
-    from support import fake_llama_cpp, fake_onnxruntime_genai
+    from support import fake_llama_cpp, fake_onnxruntime_genai, fake_openvino, fake_transformers
 
     sys.modules |= {"onnxruntime_genai": fake_onnxruntime_genai, "llama_cpp": fake_llama_cpp}
+    sys.modules |= {"llama_cpp.llama_speculative": fake_llama_cpp}
+    sys.modules |= {"openvino": fake_openvino, "openvino_genai": fake_openvino}
+    sys.modules |= {"torch": fake_transformers, "transformers": fake_transformers}
 
 
 def peer_python(folder: Path) -> str:
-    """Write the Python that has both libraries to `folder`; return its path."""
+    """Write the Python that has the libraries to `folder`; return its path."""
     path = folder / "python"
     path.write_text(SCRIPT.format(python=sys.executable, tests=str(Path(__file__).parents[1])))
     path.chmod(0o755)
@@ -88,6 +97,25 @@ def genai_folder(folder: Path, vocab: int = 11, threads: int = 1) -> Path:
     (model / "model.onnx").write_text(json.dumps({"vocab": vocab, "threads": threads}))
     (model / "model.onnx.data").write_bytes(bytes(1000))
     (model / "tokenizer.json").write_bytes(bytes(500))
+    return model
+
+
+def checkpoint_folder(folder: Path, vocab: int = 11, threads: int = 1) -> Path:
+    """Write a Hugging Face folder."""
+    model = folder / f"checkpoint-{vocab}"
+    model.mkdir()
+    (model / "model.safetensors").write_text(json.dumps({"vocab": vocab, "threads": threads}))
+    (model / "tokenizer.json").write_bytes(bytes(500))
+    return model
+
+
+def openvino_folder(folder: Path, vocab: int = 11, threads: int = 1) -> Path:
+    """Write a model folder of OpenVINO."""
+    model = folder / f"openvino-{vocab}"
+    model.mkdir()
+    (model / "openvino_model.xml").write_text(json.dumps({"vocab": vocab, "threads": threads}))
+    (model / "openvino_model.bin").write_bytes(bytes(1000))
+    (model / "openvino_tokenizer.bin").write_bytes(bytes(500))
     return model
 
 
