@@ -14,7 +14,8 @@ from specdec.runtime.config import SpeculativeConfig
 from specdec.runtime.llm import LLM
 from specdec.runtime.scheduler import Scheduler
 from specdec.tools import soak
-from specdec.tools.soak import Case, Faults, Report, armed, cases, main, verdict
+from specdec.tools.soak import Faults, armed, cases, main, verdict
+from specdec.tools.soak_clients import Case, Report
 from support.bundles import shared_bundle
 
 ROUNDS = 150  # of asking, all clients together
