@@ -112,7 +112,9 @@ def test_an_end_token_does_not_end_an_answer(peer: Peer) -> None:
     # onnxruntime-genai keeps end tokens from being chosen, the others do not know that they are any.
     assert (answer.token_ids[2] == END) == (peer.driver is not ORT_GENAI)
     last = prompt_before(3, 4)
-    assert peer.generate(last, 4).token_ids == greedy(last, VOCAB, 4)
+    answer = peer.generate(last, 4)
+    assert answer.token_ids[:3] == greedy(last, VOCAB, 4)[:3]
+    assert (len(answer.token_ids), answer.token_ids[3] == END) == (4, peer.driver is not ORT_GENAI)
 
 
 def test_scores_are_the_logits_after_every_token(peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class GeneratorParams:
 
 
 class Generator:
-    """Ends at an end token, which it makes at `min_length` tokens or later, and at `max_length`."""
+    """Ends at an end token, which it makes at `min_length` tokens or later and does not hand out, and at `max_length`."""
 
     def __init__(self, model: Model, params: GeneratorParams) -> None:
         self.fake, self.params = model.fake, params
@@ -61,7 +61,7 @@ class Generator:
 
     def get_sequence(self, index: int) -> np.ndarray:
         assert index == 0
-        return np.array([*self.tokens, *self.pending], np.int32)
+        return np.array([*self.tokens, *(token for token in self.pending if token != END)], np.int32)
 
     def get_output(self, name: str) -> np.ndarray:
         assert name == "logits"

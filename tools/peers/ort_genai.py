@@ -5,8 +5,8 @@ Runs in no process of ours. Which figures come of it is not known here.
 
 from specdec.tools.peers.driver import PLAIN, Driver
 
-# `min_length` leaves only the last token free to be an end token. Speculation buffers the tokens of a round, so that
-# most calls only hand one out.
+# `min_length` leaves no token free to be an end token, which would not be handed out. Speculation buffers the tokens of
+# a round, so that most calls only hand one out.
 SOURCE = """
 import json, sys, time
 import numpy, onnxruntime_genai as genai
@@ -19,7 +19,7 @@ model = genai.Model(config)
 def after(tokens, count, **speculative):
     params = genai.GeneratorParams(model)
     end = len(tokens) + count
-    params.set_search_options(do_sample=False, min_length=end - 1, max_length=end)
+    params.set_search_options(do_sample=False, min_length=end, max_length=end)
     if speculative:
         params.set_speculative_options(**speculative)
     generator = genai.Generator(model, params)
