@@ -37,7 +37,7 @@ class GeneratorParams:
 
 
 class Generator:
-    """Ends at an end token, which it makes at `min_length` tokens or later and does not hand out, and at `max_length`."""
+    """Ends at an end token, made at `min_length` tokens or later and not handed out, and at `max_length`."""
 
     def __init__(self, model: Model, params: GeneratorParams) -> None:
         self.fake, self.params = model.fake, params
