@@ -16,7 +16,6 @@ from specdec.engines.contract import BoolArray, FloatArray, IntArray
 from specdec.engines.errors import DeadEndError
 from specdec.runtime.params import SamplingParams
 
-_NUCLEUS = 1024  # candidates that are sorted first for top-p; all of them only when these do not reach it
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
@@ -172,14 +171,14 @@ def most_probable(p: FloatArray, count: int) -> IntArray:
 
 
 def _nucleus(p: FloatArray, top_p: float) -> IntArray:
-    """Smallest set of most probable ids whose mass reaches `top_p` (Holtzman et al., arXiv:1904.09751)."""
-    count = min(_NUCLEUS, len(p))
-    while True:
-        order = most_probable(p, count)
-        mass = np.cumsum(p[order])
-        if mass[-1] >= top_p or count == len(p):
-            return order[: int(np.searchsorted(mass, top_p)) + 1]
-        count = len(p)
+    """Smallest set of most probable ids whose mass reaches `top_p` (Holtzman et al., arXiv:1904.09751).
+
+    All ids below (1 - top_p) / (2 V) together have half of what may be left out, so only the others are sorted.
+    """
+    likely: IntArray = np.flatnonzero(p >= (1 - top_p) / (2 * len(p)))
+    order = likely[np.argsort(-p[likely], kind="stable")]
+    mass = np.cumsum(p[order])
+    return order[: int(np.searchsorted(mass, top_p)) + 1]
 
 
 def _keep(p: FloatArray, ids: IntArray) -> FloatArray:

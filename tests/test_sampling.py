@@ -12,7 +12,7 @@ from specdec.runtime.grammar import StructuredOutputsParams
 from specdec.runtime.params import SamplingParams
 from specdec.runtime.sampling import Grammar, LogitsPipeline, Logprob, most_probable, softmax
 
-VOCAB = 3000  # more than the candidates that top-p sorts first
+VOCAB = 3000
 
 
 def logits(seed: int = 0, scale: float = 4.0, size: int = VOCAB) -> np.ndarray:
@@ -201,6 +201,18 @@ def test_matches_transformers(bias: dict[int, float]) -> None:
         got = probabilities(values, history, params)
         assert (got > 0).sum() == (expected > 0).sum(), options
         np.testing.assert_allclose(got, expected, atol=2e-6, err_msg=str(options))
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.9, 0.999, 1 - 1e-9])
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 4.0, 20.0])
+def test_top_p_keeps_the_smallest_set_that_reaches_it(scale: float, top_p: float) -> None:
+    for size in (1, 2, 7, 700, VOCAB):
+        values = logits(size, scale, size).round(1)  # with equal ones, which rank by id
+        whole = probabilities(values, [], SamplingParams(temperature=1.0))
+        order = np.argsort(-whole, kind="stable")
+        count = next((n for n in range(1, size) if whole[order[:n]].cumsum()[-1] >= top_p), size)
+        kept = np.flatnonzero(probabilities(values, [], SamplingParams(temperature=1.0, top_p=top_p)))
+        assert sorted(order[:count]) == list(kept)
 
 
 def test_flat_distribution_needs_every_candidate_for_top_p() -> None:
