@@ -207,7 +207,7 @@ MUTANTS = (
            (CHANCE + "test_noise_is_a_function_of_seed_and_position_alone",
             CHANCE + "test_coupled_text_is_distributed_as_the_targets")),
     Mutant("noise times p", "the ranking is not distributed as p", "chance.py",
-           "[ids] / p[ids]", "[ids] * p[ids]",
+           "self.noise(position, len(p)) / p", "self.noise(position, len(p)) * p",
            (CHANCE + "test_ranking_over_positions_is_drawing_without_replacement",
             CHANCE + "test_coupled_text_is_distributed_as_the_targets")),
     Mutant("noise of the round, not of the position", "tokens of a block share their noise", "scheduler.py",

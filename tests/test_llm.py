@@ -45,7 +45,11 @@ def bundle_of(method: str | None) -> Path:
 @pytest.fixture(scope="module", params=METHODS, ids=["plain", "ngram", "model", "ngram+model", "layerskip"])
 def llm(request: pytest.FixtureRequest) -> LLM:
     """Every text is computed anew: what is reused is in test_prefixes.py."""
-    return LLM(bundle_of(request.param), speculative=SpeculativeConfig(method=request.param), prefix_bytes=0)
+    return LLM(
+        bundle_of(request.param),
+        speculative=SpeculativeConfig(method=request.param, confidence_threshold=0.0),
+        prefix_bytes=0,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -190,7 +190,10 @@ def test_speculation_changes_no_bit_of_a_quantized_target(precision: str) -> Non
     with recorded_logits() as expected, LLM(bundle, speculative=SpeculativeConfig(method=None), mode="exact") as plain:
         alone = [plain.generate(prompt, params)[0].token_ids for prompt in PROMPTS]
     for method in ("ngram", "model", "layerskip:1"):
-        with recorded_logits() as bits, LLM(bundle, speculative=SpeculativeConfig(method=method), mode="exact") as llm:
+        with (
+            recorded_logits() as bits,
+            LLM(bundle, speculative=SpeculativeConfig(method=method, confidence_threshold=0.0), mode="exact") as llm,
+        ):
             outputs = [llm.generate(prompt, params)[0] for prompt in PROMPTS]
             together = llm.generate(PROMPTS, params)
         assert [output.token_ids for output in outputs] == alone

@@ -50,7 +50,10 @@ def test_speculation_changes_no_token_and_no_bit(bundle: Path) -> None:
         chats = [plain.chat_prompt([{"role": "user", "content": prompt.text}]) for prompt in PROMPTS[:6]]
         expected = [plain.generate([chat], GREEDY)[0].token_ids for chat in chats]
     for method in methods:
-        with recorded_logits() as got, LLM(bundle, speculative=SpeculativeConfig(method=method), verify=False) as llm:
+        with (
+            recorded_logits() as got,
+            LLM(bundle, speculative=SpeculativeConfig(method=method, confidence_threshold=0.0), verify=False) as llm,
+        ):
             outputs = [llm.generate([chat], GREEDY)[0] for chat in chats]
             together = llm.generate(chats[:4], GREEDY)
         assert [output.token_ids for output in outputs] == expected
