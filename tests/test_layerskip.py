@@ -308,7 +308,9 @@ def test_drafts_do_not_notice_that_the_cache_grows_under_them(length: int, monke
         monkeypatch.setattr(kv, "capacity_bucket", bucket)
         with load(num_speculative_tokens=6) as llm, recorded_logits() as bits:
             texts = [output.token_ids for output in llm.generate(batch, params(temperature=1.0, seed=3))]
-        found.append((texts, bits, [tree.tokens for tree in watched.proposed]))
+        drawn_from = [[q.tobytes() for q in tree.q or () if q is not None] for tree in watched.proposed]
+        assert any(drawn_from)
+        found.append((texts, bits, [tree.tokens for tree in watched.proposed], drawn_from))
         watched.proposed.clear()
         assert max(capacity for _, capacity, _ in watched.sizes) == (256 if len(found) == 1 else 1024)
         watched.sizes.clear()
