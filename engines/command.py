@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -50,6 +51,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def check_folders(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
+    """End with a usage error where the folder of a file to write is not there, before any work is done for it."""
+    for name in names:
+        path: Path | None = getattr(args, name)
+        if path and not path.parent.is_dir():
+            parser.error(f"--{name}: there is no folder {path.parent}")
 
 
 def run_command(prog: str, work: Callable[[], int], *, debug: bool) -> int:

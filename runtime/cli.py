@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from specdec.engines.command import CommandParser, run_command
+from specdec.engines.command import CommandParser, check_folders, run_command
 from specdec.engines.errors import RequestError
 from specdec.engines.files import replace_file
 from specdec.engines.registry import EngineConfig, backends
@@ -46,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0 done, 1 failed, 2 wrong usage."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.trace and not args.trace.parent.is_dir():
-        parser.error(f"--trace: there is no folder {args.trace.parent}")
+    check_folders(parser, args, "trace")
     return run_command(PROG, partial(_generate, args), debug=args.debug)
 
 

@@ -92,3 +92,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(soak, "GROWTH", -1.0)
     assert main(options) == 1, "memory that grows is a failure"
     assert main([*options, "--method", "nonsense"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([*options[:-1], str(tmp_path / "no" / "soak.json")])
+    assert "--json: there is no folder " in capsys.readouterr().err

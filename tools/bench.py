@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from specdec.engines.command import CommandParser, positive, run_command
+from specdec.engines.command import CommandParser, check_folders, positive, run_command
 from specdec.engines.costs import BATCHES, PASSES, WIDTHS
 from specdec.engines.files import replace_file
 from specdec.engines.registry import backends, open_engine
@@ -50,9 +50,7 @@ def main(argv: Sequence[str] | None = None, *, opener: Opener = open_engine) -> 
     args = parser.parse_args(argv)
     if (args.ort_genai or args.llama_cpp or args.peers) and (args.turns == "all" or 1 not in args.batch_size):
         parser.error("peers answer first turns, one prompt at a time: use --turns first and a --batch-size of 1")
-    for option, path in (("--json", args.json), ("--html", args.html)):
-        if path and not path.parent.is_dir():
-            parser.error(f"{option}: there is no folder {path.parent}")
+    check_folders(parser, args, "json", "html")
     if args.pass_costs and not args.prompts and (args.html or args.compare or args.load):
         parser.error("--pass-costs alone measures no answers: give --prompts FILE as well")
     return run_command(PROG, partial(_run, args, opener), debug=args.debug)

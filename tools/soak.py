@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 
 from specdec.engines.base import Engine
-from specdec.engines.command import CommandParser, positive, run_command
+from specdec.engines.command import CommandParser, check_folders, positive, run_command
 from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import EngineError
+from specdec.engines.files import replace_file
 from specdec.engines.prompts import PROMPTS
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.runtime.async_llm import AsyncLLM
@@ -160,7 +161,9 @@ def _parser() -> CommandParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0 all was right, 1 something was wrong or grew, 2 wrong usage."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    check_folders(parser, args, "json")
     return run_command(PROG, partial(_run, args), debug=args.debug)
 
 
@@ -178,7 +181,8 @@ def _run(args: argparse.Namespace) -> int:
         report.seconds = monotonic() - started
     print(verdict(report))
     if args.json:
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        found = msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+        replace_file(args.json, lambda part: part.write_bytes(found))
     return 1 if report.wrong or report.growth > GROWTH else 0
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from specdec.engines.command import CommandParser, positive, run_command
+from specdec.engines.command import CommandParser, check_folders, positive, run_command
 from specdec.engines.errors import RequestError
+from specdec.engines.files import replace_file
 from specdec.engines.manifest import read_manifest
 from specdec.engines.registry import EngineConfig, open_engine
 from specdec.runtime.config import SpeculativeConfig
@@ -43,7 +44,8 @@ def _run(args: argparse.Namespace) -> int:
         reports = peers.report(runs, ours)
     print(peer_table(reports))
     if args.json:
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode({"peers": reports, "runs": runs}), indent=1))
+        found = msgspec.json.format(msgspec.json.encode({"peers": reports, "runs": runs}), indent=1) + b"\n"
+        replace_file(args.json, lambda part: part.write_bytes(found))
     return int(not any(_works(report) for report in reports))
 
 
@@ -104,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0 a peer works, 1 none does, 2 wrong usage."""
     parser = _parser()
     args = parser.parse_args(argv)
+    check_folders(parser, args, "json")
     if not args.peers:
         parser.error("give --peers")
     if args.reference and not args.prompts:
