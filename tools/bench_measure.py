@@ -165,8 +165,7 @@ class Measurement:
         args = self.args
         peak: int | None = None
         if args.memory:
-            prompts = [Conversation(question).prompt(method.llm) for question in self.questions]
-            longest = max(prompts, key=lambda prompt: len(prompt))
+            longest = max((Conversation(question).prompt(method.llm) for question in self.questions), key=len)
             peak = peak_memory(
                 Task(
                     bundle=str(args.bundle),

@@ -5,13 +5,12 @@ business; whether the weights are the bundle's is the caller's word.
 """
 
 import hashlib
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from specdec.engines.errors import EngineUnavailableError, RequestError
 from specdec.tools.peers.driver import Driver
-from specdec.tools.peers.environments import peers_dir, put_in_place, run_checked
+from specdec.tools.peers.environments import made_whole, peers_dir, run_checked
 
 CONVERT_SECONDS = 2 * 3600
 Tell = Callable[[str], None]
@@ -74,14 +73,11 @@ def _made(driver: Driver, python: str, script: str, source: Path, name: str, tel
     if folder.is_dir():
         return folder
     tell(f"{driver.title}: converting {source.name} ({what})")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
-        making = Path(temporary) / "model"
+    with made_whole(folder) as making:
         failure = f"{driver.title} cannot convert {source.name} to {what}"
         run_checked([python, "-c", script, str(source), str(making), what], CONVERT_SECONDS, failure)
         if not making.is_dir():
             raise EngineUnavailableError(f"{failure}: it wrote nothing")
-        put_in_place(making, folder)
     return folder
 
 

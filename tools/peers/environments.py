@@ -7,7 +7,8 @@ import hashlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from specdec.engines.cache import cache_dir
@@ -32,23 +33,25 @@ def environment_python(name: str, requirements: Sequence[str], tell: Callable[[s
     if python.is_file():
         return python
     tell(f"{name}: installing {', '.join(requirements)}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
-        making = Path(temporary) / "environment"
+    with made_whole(folder) as making:
         pip = [str(making / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         run_checked([sys.executable, "-m", "venv", str(making)], INSTALL_SECONDS, f"cannot install {name}")
         run_checked([*pip, *requirements], INSTALL_SECONDS, f"cannot install {name}")
-        put_in_place(making, folder)
     return python
 
 
-def put_in_place(made: Path, folder: Path) -> None:
-    """Rename what is made whole to `folder`, unless another command has made it meanwhile."""
-    try:
-        made.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
+@contextmanager
+def made_whole(folder: Path) -> Iterator[Path]:
+    """A place beside `folder` to make it in; it is renamed when that ends well, unless another command was first."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
+        making = Path(temporary) / "made"
+        yield making
+        try:
+            making.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
 
 
 def run_checked(command: Sequence[str], seconds: float, failure: str) -> None:
