@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from specdec.engines.contract import FloatArray
+from specdec.engines.contract import FloatArray, IntArray
 
 _LEAST = np.finfo(np.float64).tiny
-_KEPT_POSITIONS = 16  # noise of so many positions is kept: p and q of one position, and a tree's depths, share it
+LIKELY = 2.0**-14  # a token below it is rarely chosen; not many are above it
 
 
 class Dice(Protocol):
@@ -44,40 +44,55 @@ class RandomDice:
 
 
 class PositionNoise:
-    """Exponential noise E [V] for every position, a function of (seed, position) alone.
+    """Exponential noise E for every token of every position, a function of (seed, position, token) alone.
 
     argmin E / p is distributed as p, and equals argmax(log p + g) with Gumbel noise g = -log E: two distributions that
-    are asked at one position with one seed choose the same token as often as they agree closely. The generator is
-    counter-based (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the position is its counter.
+    are asked at one position with one seed choose the same token as often as they agree closely. Tokens whose p is
+    below `likely` run as one, with noise of its own and the sum of their p; their own noise says which of them it is
+    where that one wins. The law is p all the same, and noise is made for the few tokens that matter.
     """
 
-    def __init__(self, seed: int | None) -> None:
-        self._key = np.random.SeedSequence(seed).generate_state(2, np.uint64)
-        self._kept: dict[int, FloatArray] = {}
+    def __init__(self, seed: int | None, likely: float = LIKELY) -> None:
+        self._entropy, self._likely = np.random.SeedSequence(seed).entropy, likely
 
     def ranking(self, p: FloatArray, position: int, count: int) -> list[int]:
         """Ids of the `count` smallest E / p, ascending (fewer when p [V] has fewer positive entries).
 
         The first is distributed as p; the list as tokens drawn from p one after another without replacement.
         """
-        with np.errstate(over="ignore", divide="ignore"):  # of a probability of 0 or next to it: infinitely late
-            arrival = self.noise(position, len(p)) / p
-        if count == 1:
-            return [int(arrival.argmin())] if p.any() else []
-        ids = np.flatnonzero(p)
-        return [int(token) for token in ids[np.argsort(arrival[ids], kind="stable")[:count]]]
+        ids, rest = np.flatnonzero(p >= self._likely), p.copy()
+        rest[ids] = 0
+        arrival, mass = self.noise(position, ids) / p[ids], rest.sum()
+        if mass > 0:
+            others = self.noise(position, np.arange(-1, -1 - count, -1))  # of the others as one, each time one is taken
+            if len(ids) < count or others[0] / mass < np.partition(arrival, count - 1)[count - 1]:
+                late = np.flatnonzero(rest)
+                with np.errstate(over="ignore"):  # of a probability next to 0: infinitely late
+                    late = late[_smallest(self.noise(position, late) / rest[late], count)]
+                    left = np.maximum(mass - np.cumsum(rest[late]) + rest[late], rest[late])
+                    ids = np.concatenate([ids, late])
+                    arrival = np.concatenate([arrival, np.cumsum(others[: len(late)] / left)])
+        return [int(token) for token in ids[_smallest(arrival, count)]]
 
-    def noise(self, position: int, size: int) -> FloatArray:
-        """The noise of a position [size], above 0; not to be changed."""
-        noise = self._kept.get(position)
-        if noise is None or len(noise) != size:
-            if len(self._kept) >= _KEPT_POSITIONS:
-                del self._kept[next(iter(self._kept))]  # the oldest
-            # the low words of the counter count the numbers of one position
-            bits = np.random.Philox(key=self._key, counter=np.array([0, 0, 0, position], np.uint64))
-            noise = np.random.Generator(bits).standard_exponential(size)
-            self._kept[position] = np.maximum(noise, _LEAST, out=noise)  # 0 over a probability of 0 is no number
-        return noise
+    def noise(self, position: int, ids: IntArray) -> FloatArray:
+        """The noise of `ids` [n] at a position, above 0 [n]; ids from -1 down are of no token.
+
+        Number id + 1 of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014),
+        begun at a word of (seed, position).
+        """
+        word = np.random.SeedSequence(self._entropy, spawn_key=(position,)).generate_state(1, np.uint64)
+        z = word + (ids + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = (z ^ (z >> np.uint64(31))) >> np.uint64(11)
+        return np.maximum(-np.log(1 - z * 2.0**-53), _LEAST)  # type: ignore[no-any-return]
+
+
+def _smallest(values: FloatArray, count: int) -> IntArray:
+    """Where the `count` smallest of values [n] are, ascending; fewer when n is."""
+    if count == 1 and len(values):
+        return values.argmin(keepdims=True)
+    return np.argsort(values, kind="stable")[:count]
 
 
 def draw_without_replacement(q: FloatArray, count: int, dice: Dice) -> list[int]:

@@ -1,6 +1,7 @@
 """Dice and noise: coins at their edges, draws, noise by position, and text that no draft changes."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -10,7 +11,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from specdec.runtime.chance import PositionNoise, RandomDice, draw_without_replacement
+from specdec.runtime.chance import LIKELY, PositionNoise, RandomDice, draw_without_replacement
 from specdec.runtime.drafters.growth import DynamicShape, GrowingTree, Shape, StaticShape
 from specdec.runtime.drafters.model import most_probable_ids
 from specdec.runtime.request import Row
@@ -131,70 +132,102 @@ def test_no_more_are_drawn_than_are_possible() -> None:
 # --- Noise by position
 
 P = np.array([0.1, 0.0, 0.2, 0.3, 0.4])
+every_share = pytest.mark.parametrize("likely", [LIKELY, 0.35, 0.25, 2.0], ids=["all", "one", "two", "none"])
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_ranking_over_positions_is_drawing_without_replacement(count: int) -> None:
-    noise = PositionNoise(5)
+@every_share
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_ranking_over_positions_is_drawing_without_replacement(count: int, likely: float) -> None:
+    noise = PositionNoise(5, likely)
     counts = Counter(tuple(noise.ranking(P, position, count)) for position in range(SAMPLES))
     assert agrees(counts, plackett_luce(P, count))
 
 
+@pytest.mark.parametrize("likely", [LIKELY, 0.25])
 @pytest.mark.parametrize("count", [1, 2])
-def test_ranking_over_seeds_is_drawing_without_replacement(count: int) -> None:
-    counts = Counter(tuple(PositionNoise(seed).ranking(P, 9, count)) for seed in range(SAMPLES))
+def test_ranking_over_seeds_is_drawing_without_replacement(count: int, likely: float) -> None:
+    counts = Counter(tuple(PositionNoise(seed, likely).ranking(P, 9, count)) for seed in range(SAMPLES))
     assert agrees(counts, plackett_luce(P, count))
 
 
+@pytest.mark.parametrize("likely", [LIKELY, 0.25])
 @pytest.mark.parametrize("distance", [1, 2, 4])
-def test_tokens_of_two_positions_are_independent(distance: int) -> None:
-    noise = PositionNoise(2)
+def test_tokens_of_two_positions_are_independent(distance: int, likely: float) -> None:
+    noise = PositionNoise(2, likely)
     first = [noise.ranking(P, position, 1)[0] for position in range(SAMPLES)]
     counts = Counter(zip(first, first[distance:], strict=False))
     assert agrees(counts, {(a, b): P[a] * P[b] for a in range(5) for b in range(5) if P[a] * P[b]})
 
 
-def test_the_first_of_a_list_is_the_token_that_is_asked_for_alone() -> None:
-    noise = PositionNoise(3)
+@every_share
+def test_the_first_of_a_list_is_the_token_that_is_asked_for_alone(likely: float) -> None:
+    noise = PositionNoise(3, likely)
     for position in range(200):
         assert noise.ranking(P, position, 4)[0] == noise.ranking(P, position, 1)[0]
         assert noise.ranking(P, position, 4)[:2] == noise.ranking(P, position, 2)
 
 
 def numbers(noise: PositionNoise, position: int, size: int) -> list[float]:
-    return noise.noise(position, size).tolist()
+    return noise.noise(position, np.arange(size)).tolist()
 
 
-def test_noise_is_a_function_of_seed_and_position_alone() -> None:
+def test_noise_is_a_function_of_seed_position_and_token_alone() -> None:
     expected = {position: numbers(PositionNoise(1), position, 9) for position in range(60)}
-    noise = PositionNoise(1)
-    for position in np.random.default_rng(0).integers(0, 60, 600):  # in any order, again and again
-        assert numbers(noise, int(position), 9) == expected[int(position)]
+    noise, rng = PositionNoise(1), np.random.default_rng(0)
+    for position in rng.integers(0, 60, 600):  # in any order, again and again, any tokens
+        ids = rng.permutation(9)[:4]
+        assert noise.noise(int(position), ids).tolist() == [expected[int(position)][token] for token in ids]
     assert numbers(PositionNoise(2), 5, 9) != expected[5]
     assert numbers(PositionNoise(None), 5, 9) != numbers(PositionNoise(None), 5, 9)
 
 
-def test_noise_follows_the_size_of_the_vocabulary() -> None:
-    noise = PositionNoise(1)
-    assert len(noise.noise(3, 5)) == 5
-    assert len(noise.noise(3, 8)) == 8
-    assert numbers(noise, 3, 5) == numbers(PositionNoise(1), 3, 5)
+def test_noise_is_of_splitmix64() -> None:
+    """By whole numbers of Python, from the definition; the first of state 0 is the published 0xE220A8397B1DCDAF."""
+
+    def splitmix64(state: int) -> int:
+        z = state % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    gamma = 0x9E3779B97F4A7C15
+    assert splitmix64(gamma) == 0xE220A8397B1DCDAF
+    word = int(np.random.SeedSequence(3, spawn_key=(17,)).generate_state(1, np.uint64)[0])
+    ids = [-3, -1, 0, 1, 49151, 2**31]
+    uniform = [(splitmix64(word + (token + 1) * gamma) >> 11) / 2**53 for token in ids]
+    assert PositionNoise(3).noise(17, np.array(ids)).tolist() == pytest.approx(
+        [-math.log(1 - u) for u in uniform], rel=1e-15
+    )
 
 
 def test_positions_and_seeds_share_no_number() -> None:
-    """Nor would they with a vocabulary of any size: the numbers of one position count below its own word."""
-    some = [number for seed in (0, 1, 2**40) for position in range(100) for number in
+    some = [number for seed in (0, 1, 2**40, 2**130) for position in (*range(100), 2**31, 2**40) for number in
             numbers(PositionNoise(seed), position, 50)]  # fmt: skip
     assert len(set(some)) == len(some)
-    long = set(numbers(PositionNoise(0), 0, 300_000))
-    assert not any(long & set(numbers(PositionNoise(0), position, 1000)) for position in (1, 2, 3, 1000, 10**6))
+    long = numbers(PositionNoise(0), 0, 300_000)
+    assert len(set(long)) == len(long)
+    assert not any(set(long) & set(numbers(PositionNoise(0), position, 1000)) for position in (1, 2, 3, 1000, 10**6))
 
 
-def test_noise_is_exponential() -> None:
+@pytest.mark.parametrize("by", ["tokens", "positions", "seeds"])
+def test_noise_is_exponential(by: str) -> None:
     from scipy.stats import ks_1samp
 
-    noise = np.concatenate([PositionNoise(0).noise(position, 1000) for position in range(20)])
+    noise = {
+        "tokens": lambda: numbers(PositionNoise(0), 3, 20_000),
+        "positions": lambda: [number for at in range(4000) for number in numbers(PositionNoise(0), at, 3)],
+        "seeds": lambda: [number for seed in range(4000) for number in numbers(PositionNoise(seed), 3, 3)],
+    }[by]()
     assert ks_1samp(noise, lambda x: 1 - np.exp(-x)).pvalue > 1e-4
+
+
+def test_a_long_tail_is_drawn_as_often_as_it_should() -> None:
+    """The law over a real vocabulary's size, by how likely tokens are: those that run as one, and those that do not."""
+    p = np.random.default_rng(4).dirichlet(np.full(5000, 0.05))
+    classes = np.digitize(p, [1e-6, LIKELY, 1e-3])
+    noise = PositionNoise(6)
+    counts = Counter(int(classes[noise.ranking(p, position, 1)[0]]) for position in range(4 * SAMPLES))
+    assert agrees(counts, {index: p[classes == index].sum() for index in range(4)})
 
 
 # --- Coupled sampling: the same text whatever the draft
@@ -297,9 +330,10 @@ def test_a_draft_equal_to_the_target_is_always_accepted_when_coupled() -> None:
         assert row.stats.draft_tokens_accepted == 3 * row.stats.rounds
 
 
-def test_coupled_acceptance_is_at_least_what_the_theory_promises() -> None:
+@pytest.mark.parametrize("likely", [LIKELY, 2.0], ids=["all", "none"])
+def test_coupled_acceptance_is_at_least_what_the_theory_promises(likely: float) -> None:
     """(1 - TV) / (1 + TV), less five standard errors."""
-    noise = PositionNoise(11)
+    noise = PositionNoise(11, likely)
     for seed in range(12):
         rng = np.random.default_rng(seed)
         p, q = rng.dirichlet([0.7] * 6), rng.dirichlet([0.7] * 6)
