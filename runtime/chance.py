@@ -62,16 +62,15 @@ class PositionNoise:
         """
         ids, rest = np.flatnonzero(p >= self._likely), p.copy()
         rest[ids] = 0
-        arrival, mass = self.noise(position, ids) / p[ids], rest.sum()
-        if mass > 0:
-            others = self.noise(position, np.arange(-1, -1 - count, -1))  # of the others as one, each time one is taken
-            if len(ids) < count or others[0] / mass < np.partition(arrival, count - 1)[count - 1]:
-                late = np.flatnonzero(rest)
-                with np.errstate(over="ignore"):  # of a probability next to 0: infinitely late
-                    late = late[_smallest(self.noise(position, late) / rest[late], count)]
-                    left = np.maximum(mass - np.cumsum(rest[late]) + rest[late], rest[late])
-                    ids = np.concatenate([ids, late])
-                    arrival = np.concatenate([arrival, np.cumsum(others[: len(late)] / left)])
+        noise, mass = self.noise(position, np.concatenate([np.arange(-1, -1 - count, -1), ids])), rest.sum()
+        others, arrival = noise[:count], noise[count:] / p[ids]  # of the others as one, each time that one is taken
+        if mass > 0 and (len(ids) < count or others[0] / mass < np.partition(arrival, count - 1)[count - 1]):
+            late = np.flatnonzero(rest)
+            with np.errstate(over="ignore"):  # of a probability next to 0: infinitely late
+                late = late[_smallest(self.noise(position, late) / rest[late], count)]
+                left = np.maximum(mass - np.cumsum(rest[late]) + rest[late], rest[late])
+                ids = np.concatenate([ids, late])
+                arrival = np.concatenate([arrival, np.cumsum(others[: len(late)] / left)])
         return [int(token) for token in ids[_smallest(arrival, count)]]
 
     def noise(self, position: int, ids: IntArray) -> FloatArray:

@@ -173,9 +173,14 @@ def most_probable(p: FloatArray, count: int) -> IntArray:
 def _nucleus(p: FloatArray, top_p: float) -> IntArray:
     """Smallest set of most probable ids whose mass reaches `top_p` (Holtzman et al., arXiv:1904.09751).
 
-    All ids below (1 - top_p) / (2 V) together have half of what may be left out, so only the others are sorted.
+    Only ids that can be in it are sorted. All below (1 - top_p) / (2 V) together have half of what may be left out.
     """
-    likely: IntArray = np.flatnonzero(p >= (1 - top_p) / (2 * len(p)))
+    floor = (1 - top_p) / (2 * len(p))
+    least = max(min(0.01, p.max()), floor)
+    likely: IntArray = np.flatnonzero(p >= least)
+    while least > floor and p[likely].sum() < top_p:
+        least = max(least / 16, floor)
+        likely = np.flatnonzero(p >= least)
     order = likely[np.argsort(-p[likely], kind="stable")]
     mass = np.cumsum(p[order])
     return order[: int(np.searchsorted(mass, top_p)) + 1]

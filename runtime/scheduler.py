@@ -8,7 +8,6 @@ the algorithm; it knows no engine, no tokenizer and no file.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
 from time import perf_counter
 from typing import TypeVar
 
@@ -246,7 +245,7 @@ def accept(row: Row, tree: TokenTree, logits: FloatArray) -> Accepted:
     the rule `token`. What lies behind an end token or a dead end is never emitted: any distribution does there.
     Raises `DeadEndError` when the text, not only a draft, comes to a position where no token is possible.
     """
-    pipeline, dead = row.pipeline, dict[int, DeadEndError]()
+    pipeline, dead, known = row.pipeline, dict[int, DeadEndError](), dict[int, FloatArray]()
 
     def asked(node: int, ask: Callable[[FloatArray, Sequence[int]], T]) -> T | None:
         """What the pipeline says after `node`; None where no text goes on."""
@@ -261,10 +260,11 @@ def accept(row: Row, tree: TokenTree, logits: FloatArray) -> Accepted:
             dead[node] = exc
             return None
 
-    @cache
     def p(node: int) -> FloatArray:
-        found = asked(node, pipeline.probabilities)
-        return p(tree.parents[node]) if found is None else found
+        if node not in known:
+            found = asked(node, pipeline.probabilities)
+            known[node] = p(tree.parents[node]) if found is None else found
+        return known[node]
 
     def coupled(logits: FloatArray, history: Sequence[int]) -> int:
         return row.draw(pipeline.probabilities(logits, history), 1, len(history))[0]
