@@ -80,6 +80,10 @@ class KVBuffers(Protocol):
         """Copy slots below `used` of row `source` over row `target`."""
         ...
 
+    def clear(self, row: int) -> None:
+        """Make all slots of row `row` zero: what is no number spoils sums even where it is masked (0 times NaN)."""
+        ...
+
     def move_slots(self, row: int, sources: IntArray, start: int) -> None:
         """Copy slots `sources` (ascending, none below its place) of `row` to `start`, `start + 1`, ..."""
         ...

@@ -141,6 +141,13 @@ class OrtKV:
             array[target, :, :used] = array[source, :, :used]
             self._memory.write(index, array)
 
+    def clear(self, row: int) -> None:
+        """See `KVBuffers.clear`."""
+        for index in range(len(self._memory.values)):
+            array = self._memory.read(index)
+            array[row] = 0
+            self._memory.write(index, array)
+
     def move_slots(self, row: int, sources: IntArray, start: int) -> None:
         """See `KVBuffers.move_slots`."""
         for index in range(len(self._memory.values)):

@@ -68,6 +68,12 @@ class TrtKV:
             self._copy_slots(self.view(index, target), self.view(index, source), used)
         self._cuda.synchronize()
 
+    def clear(self, row: int) -> None:
+        """See `KVBuffers.clear`."""
+        for index in range(self._count):
+            self._cuda.clear(self.view(index, row), self._row)
+        self._cuda.synchronize()
+
     def move_slots(self, row: int, sources: IntArray, start: int) -> None:
         """See `KVBuffers.move_slots`. Ascending slots move down, so no copy touches a later one's source."""
         for index in range(self._count):

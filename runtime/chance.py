@@ -73,6 +73,15 @@ class PositionNoise:
                 arrival = np.concatenate([arrival, np.cumsum(others[: len(late)] / left)])
         return [int(token) for token in ids[_smallest(arrival, count)]]
 
+    def lead(self, p: FloatArray, position: int, token: int, other: int) -> float:
+        """By how much log p [V] has to change, between `token` and `other`, for `other` to come first after all."""
+        pair, rest = np.array([token, other]), p < self._likely
+        with np.errstate(divide="ignore"):  # of a token that is impossible
+            alone = np.log(self.noise(position, pair)) - np.log(p[pair])
+            as_one = np.log(self.noise(position, np.array([-1]))) - np.log(p[rest].sum())
+        first, second = alone if rest[pair].all() else np.where(rest[pair], as_one, alone)
+        return float(second - first)
+
     def noise(self, position: int, ids: IntArray) -> FloatArray:
         """The noise of `ids` [n] at a position, above 0 [n]; ids from -1 down are of no token.
 
@@ -90,7 +99,7 @@ class PositionNoise:
 def _smallest(values: FloatArray, count: int) -> IntArray:
     """Where the `count` smallest of values [n] are, ascending; fewer when n is."""
     if count == 1 and len(values):
-        return values.argmin(keepdims=True)
+        return np.array([values.argmin()])
     return np.argsort(values, kind="stable")[:count]
 
 

@@ -77,9 +77,11 @@ class CachedModel:
         self.rows += 1
         return self.rows - 1
 
-    def drop_row(self, row: int) -> None:
-        """Close `row`; the last row takes its index."""
+    def drop_row(self, row: int, *, spoiled: bool = False) -> None:
+        """Close `row`; the last row takes its index. `spoiled`: its slots may hold what is no number."""
         last = self.rows - 1
+        if spoiled and self._kv is not None and row < self._kv.rows:
+            self._kv.clear(row)
         if row != last:
             if self._kv is not None and self.lens[last] > 0:  # an empty row may lie beyond the buffers
                 self._kv.move_row(last, row, int(self.lens[last]))

@@ -184,6 +184,11 @@ class Row:
         return self.filled and not self.finish_reason
 
     @property
+    def spoiled(self) -> bool:
+        """Whether it ended without anyone knowing what the caches hold of it."""
+        return self.finish_reason in ("error", "abort")
+
+    @property
     def remaining(self) -> int:
         """Tokens that may still be emitted, by the request's limit and the end of the context."""
         return min(self.params.max_new_tokens - self.stats.new_tokens, self.max_length - len(self.tokens))

@@ -226,8 +226,8 @@ class Scheduler:
             if self._rows[index].finish_reason:
                 self._keep(index, self._rows[index])
                 if self._drafter:
-                    self._drafter.release(index)
-                self._target.drop_row(index)
+                    self._drafter.release(index, self._rows[index])
+                self._target.drop_row(index, spoiled=self._rows[index].spoiled)
                 self._rows[index] = self._rows[-1]
                 self._rows.pop()
         if len(self._rows) < left and not self._waiting:  # else others take their places first

@@ -230,6 +230,28 @@ def test_a_long_tail_is_drawn_as_often_as_it_should() -> None:
     assert agrees(counts, {index: p[classes == index].sum() for index in range(4)})
 
 
+@every_share
+def test_a_lead_is_what_would_have_to_change(likely: float) -> None:
+    """Up to the lead the token stays the first, beyond it the other one is; which tokens run as one does not change."""
+    rng, seen = np.random.default_rng(2), set()
+    for position in range(1500):
+        noise, p = PositionNoise(8, likely), rng.permutation(P) * rng.uniform(0.98, 1.02, 5)
+        (token,), other = noise.ranking(p, position, 1), int(rng.choice(np.flatnonzero(p)))
+        lead = noise.lead(p, position, token, other)
+        unlikely = p[[token, other]] < likely
+        if token == other:
+            assert lead == 0
+        elif lead < 0.1 and unlikely[0] == unlikely[1]:
+            seen.add(bool(unlikely[0]))
+            for share in (0.99, 1.01):
+                changed = p.copy()
+                changed[token] *= np.exp(-share * lead)
+                assert (changed < likely).tolist() == (p < likely).tolist()
+                assert (noise.ranking(changed, position, 1) == [token]) == (share < 1)
+        assert lead >= 0
+    assert seen == {LIKELY: {False}, 0.35: {True}, 0.25: {False, True}, 2.0: {True}}[likely]
+
+
 # --- Coupled sampling: the same text whatever the draft
 
 VOCAB, LENGTH = 5, 8

@@ -22,6 +22,7 @@ from specdec.runtime.grammar import GrammarCompiler
 from specdec.runtime.sampling import LogitsPipeline
 from support.bundles import far_bundle, quantized_bundle, shared_bundle
 from support.eagles import eagle_bundle
+from support.heads import medusa_bundle
 
 DELTA = 1e-6
 LENGTH = 3
@@ -42,6 +43,7 @@ DRAFTS = {
         "layerskip:1",
         {"temperature": 0.5, "allowed_token_ids": (5, 90, 150, 210)},
     ),
+    "medusa": (medusa_bundle, "medusa", {"temperature": 0.7, "top_k": 4}),
     "eagle": (eagle_bundle, "eagle", {"temperature": 0.5, "allowed_token_ids": (5, 90, 91, 150)}),  # 90 is not drafted
 }
 TREES = {"chain": "chain", "dynamic": "dynamic", "static": [[0], [1], [0, 0], [0, 1], [1, 0]]}
@@ -98,6 +100,7 @@ def cases() -> list:
             continue
         quick = {("far", "chain"), ("far", "dynamic"), ("ngram", "chain"), ("int8", "chain"), ("int4", "chain")}
         quick |= {("skip", "chain"), ("skip", "dynamic"), ("eagle", "chain"), ("eagle", "dynamic")}
+        quick |= {("medusa", "dynamic")}
         fast = batch == BATCH and (draft, tree) in quick
         marks = () if fast else pytest.mark.slow
         found.append(pytest.param(draft, tree, rule, batch, marks=marks, id=f"{draft}-{tree}-{rule}-{batch}"))

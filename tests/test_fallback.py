@@ -38,7 +38,8 @@ class Scripted:
         assert self.rows[index] is row
         self.told.append((row.tokens[0], tuple(kept)))
 
-    def release(self, index: int) -> None:
+    def release(self, index: int, row: Row) -> None:
+        assert self.rows[index] is row
         self.rows[index] = self.rows[-1]
         self.rows.pop()
 
@@ -55,7 +56,7 @@ def test_the_second_proposes_where_the_first_finds_nothing() -> None:
     both.commit(0, rows[0], (0,))
     both.commit(1, rows[1], (0, 1))
     assert (first.told, second.told) == ([(1, (0,)), (2, ())], [(1, ()), (2, (0, 1))])
-    both.release(1)
+    both.release(1, rows[1])
     assert first.rows == second.rows == [rows[0], rows[2]]
     both.commit(1, rows[2], ())  # which had nothing of the second's
     assert (first.told[-1], second.told[-1]) == ((3, ()), (3, ()))

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import specdec.runtime as api
+from specdec.engines.contract import Chunk
 from specdec.engines.errors import BundleError, RequestError
+from specdec.engines.ort import OrtEngine, OrtKV
 from specdec.runtime import (
     LLM,
     AsyncLLM,
@@ -26,6 +28,7 @@ from specdec.runtime.llm import Mode
 from specdec.runtime.request import Stats
 from specdec.runtime.tree import TokenTree
 from support.bundles import LOGITS_SIZE, MAX_LENGTH, TOKENIZER_SIZE, quantized_bundle, shared_bundle
+from support.eagles import eagle_bundle
 from support.trace import recorded_arrays, recorded_logits
 
 PROMPTS = [
@@ -556,3 +559,46 @@ def test_the_public_names_are_these() -> None:
     ]  # fmt: skip
     assert [name for name in vars(AsyncLLM) if not name.startswith("_")] == ["submit", "generate", "drain", "aclose"]
     assert [name for name in vars(Stream) if not name.startswith("_")] == ["cancel", "result", "aclose"]
+
+
+OVERFLOWN = 97  # a token whose numbers overflow
+
+
+def overflowing(step: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """`OrtEngine.step` as it is where a row's numbers overflow: NaN in its slots, its hidden states and its logits."""
+
+    def run(engine: OrtEngine, chunk: Chunk, buffers: OrtKV, first_row: int = 0) -> np.ndarray:
+        logits = step(engine, chunk, buffers, first_row)
+        for row in np.flatnonzero((chunk.input_ids == OVERFLOWN).any(axis=1)):
+            past = int(chunk.past_lens[row])
+            for index in range(2 * buffers.layers):
+                buffers._memory.read(index)[first_row + row, :, past : past + chunk.width] = np.nan
+            logits[row] = np.nan
+            if engine.spec.taps:
+                buffers.hidden[row] = np.nan
+        return logits
+
+    return run
+
+
+@pytest.mark.parametrize("ends", ["error", "abort"])
+@pytest.mark.parametrize("method", [*METHODS, "eagle"])
+def test_what_overflowed_spoils_no_later_request(
+    method: str | None, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A masked slot counts 0 times what is in it, which is NaN for NaN: rows are used again, by target and drafts."""
+    bundle = eagle_bundle() if method == "eagle" else bundle_of(method)  # before anything overflows
+    monkeypatch.setattr(OrtEngine, "step", overflowing(OrtEngine.step))
+    prompts = [(5, 6, 7), (8,) * 30 + (OVERFLOWN,) * 130 + (9,), (40, 41), (7, 5, 40, 9), (42,)]
+    options = params(logit_bias={OVERFLOWN: -1e6}, max_new_tokens=12)
+    with LLM(bundle, speculative=SpeculativeConfig(method=method, confidence_threshold=0.0), prefix_bytes=0) as llm:
+        alone = [llm.generate(prompt, options)[0].token_ids for prompt in (prompts[0], *prompts[2:])]
+        scheduler, rows = llm._scheduler(2), [llm._row(prompt, options) for prompt in prompts]
+        for row in rows:
+            scheduler.submit(row)
+        while scheduler.busy:
+            scheduler.step()
+            if ends == "abort" and rows[1].held:
+                rows[1].aborted = True
+    assert [row.finish_reason for row in rows] == ["length", ends, "length", "length", "length"]
+    assert [row.output().token_ids for row in (rows[0], *rows[2:])] == alone

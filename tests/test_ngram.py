@@ -141,7 +141,7 @@ def test_rows_keep_their_own_text_when_one_leaves() -> None:
     for row in rows:
         drafter.admit(row)
     assert [tree.tokens for tree in drafter.propose(rows, [5, 5, 5])] == [(9,), (8,), (7,)]
-    drafter.release(0)  # the last row takes its place
+    drafter.release(0, rows[0])  # the last row takes its place
     assert [tree.tokens for tree in drafter.propose([rows[2], rows[1]], [5, 5])] == [(7,), (8,)]
     late = make_row([1, 6, 1])
     drafter.admit(late)

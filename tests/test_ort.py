@@ -120,6 +120,17 @@ def test_a_moved_row_goes_on_where_it_was(engine: OrtEngine) -> None:
     assert np.array_equal(kv.read(0, 8), kv.read(1, 8))
 
 
+def test_a_row_can_be_cleared_and_no_other_is(engine: OrtEngine) -> None:
+    kv = engine.allocate(3, 256)
+    engine.step(chain(tokens((3, 8)), [0, 200, 9]), kv)
+    before = [kv.read(row, 256) for row in range(3)]
+    kv.clear(1)
+    assert before[1][:, :, 200:208].all()
+    assert not kv.read(1, 256).any()
+    assert np.array_equal(kv.read(0, 256), before[0])
+    assert np.array_equal(kv.read(2, 256), before[2])
+
+
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_what_is_read_can_be_written_to_any_row_of_any_buffers(engine: OrtEngine, device: str) -> None:
     line = tokens((2, 12))

@@ -138,9 +138,11 @@ def test_rows_are_added_moved_and_compacted(made: Made, oracle: Engine) -> None:
         kv.move_row(0, 0, 9)
         kv.move_slots(3, np.array([6, 7, 10, 11]), 5)  # a run that overlaps its target, and a gap
         engine.step(chain(tokens((4, 3), 1), [9, 12, 0, 9]), kv)
+        kv.clear(2)
     assert found.rows == 4
     for row in range(4):
         assert np.array_equal(found.read(row, 15), expected.read(row, 15))
+        assert found.read(row, 640).any() == (row != 2)
     with pytest.raises(EngineError, match="a cache of 4 rows cannot shrink to 3"):
         found.resize(3, 640, 1)
 

@@ -25,6 +25,7 @@ from specdec.engines.manifest import encode, read_manifest
 from specdec.engines.scoring import same_bits, score
 from specdec.runtime import LLM, RequestOutput, SamplingParams, SpeculativeConfig, Stats
 from specdec.runtime import scheduler as scheduler_module
+from specdec.runtime.chance import PositionNoise
 from specdec.runtime.sampling import Logprob
 from specdec.tools import verify
 from specdec.tools.evidence import Fit, chi_square_p, chi_square_tail, entropy_bound, entropy_tail, fit, variation_bound
@@ -370,21 +371,15 @@ def test_a_text_that_ends_early_is_a_fault() -> None:
 
 
 def test_coupled_differences_are_judged_with_their_noise() -> None:
-    """Gaps are of logit + Gumbel noise: the token that wins with it is 0 worse than itself, the others are worse."""
+    """Gaps are of logit + Gumbel noise, -log of the noise: the token that wins with it is 0 worse than itself."""
     flat = [[0.0] * 4] * 3
-    with_noise = [scores(position) for position in (2, 3, 4)]
-    best = tuple(int(one.argmax()) for one in with_noise)
-    second = int(with_noise[1].argsort()[-2])
-    gap = float(with_noise[1][best[1]] - with_noise[1][second])
+    arrivals = [PositionNoise(0).noise(position, np.arange(4)) for position in (2, 3, 4)]
+    best = tuple(int(one.argmin()) for one in arrivals)
+    second = int(arrivals[1].argsort()[1])
+    gap = float(np.log(arrivals[1][second] / arrivals[1][best[1]]))
     plain, other = Told("exact", best, flat), Told("fast", (best[0], second, best[2]), flat)
     assert compared("fast", plain, other, [gap * 0.51], "coupled").ties == 1
     assert "worse" in str(compared("fast", plain, other, [gap * 0.49], "coupled").problem)
-
-
-def scores(position: int) -> np.ndarray:
-    key = np.random.SeedSequence(0).generate_state(2, np.uint64)
-    bits = np.random.Philox(key=key, counter=np.array([0, 0, 0, position], np.uint64))
-    return -np.log(np.random.Generator(bits).standard_exponential(4))
 
 
 def test_a_tie_is_closer_than_twice_the_noise() -> None:

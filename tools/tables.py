@@ -148,6 +148,10 @@ class TableKV:
         self.tokens[target] = -1
         self.tokens[target, :used] = self.tokens[source, :used]
 
+    def clear(self, row: int) -> None:
+        """See `KVBuffers.clear`."""
+        self.tokens[row] = -1
+
     def move_slots(self, row: int, sources: IntArray, start: int) -> None:
         """See `KVBuffers.move_slots`."""
         self.tokens[row, start : start + len(sources)] = self.tokens[row, sources]

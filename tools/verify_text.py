@@ -23,6 +23,7 @@ from specdec.engines.manifest import BLOCKWISE
 from specdec.engines.scoring import LEAST_WIDTH
 from specdec.runtime import LLM, SamplingParams
 from specdec.runtime.chance import PositionNoise
+from specdec.runtime.sampling import softmax
 from specdec.tools.tables import Text
 from specdec.tools.verify_ground import Tree
 
@@ -185,9 +186,15 @@ class Texts:
             for index, logits in enumerate(scored[: len(answer), : spec.vocab_size]):
                 history = text[: len(prompt) + index]
                 bits[history] = _digest(logits)
-                chosen.append(int(self._scores(kind, len(tokens), history, logits).argmax()))
+                chosen.append(self._choice(kind, len(tokens), history, logits))
             tokens.append(tuple(chosen))
         return Answers(tokens, plain.logprobs, bits)
+
+    def _choice(self, kind: Kind, index: int, history: Text, logits: FloatArray) -> int:
+        """The token that plain decoding of prompt `index` chooses after `history`."""
+        if kind == "greedy":
+            return int(logits.argmax())
+        return PositionNoise(self._seed + index).ranking(softmax(logits), len(history), 1)[0]
 
     def _differences(self, run: Run, plain: Answers, found: Answers, *, exact: bool) -> tuple[int, str | None]:
         """Count the ties among the first differences; the first fault in words."""
@@ -223,15 +230,10 @@ class Texts:
         llm.watch = watch
         prompt = self._prompts[kind][index]
         llm.generate([prompt], self._params(kind, index, len(history) - len(prompt) + 1))
-        scores = self._scores(kind, index, history, caught[history])
-        return float(scores[right] - scores[other])
-
-    def _scores(self, kind: Kind, index: int, history: Text, logits: FloatArray) -> FloatArray:
-        """What plain decoding of prompt `index` takes the argmax of: float64 [V]."""
-        scores = logits.astype(np.float64)
-        if kind == "coupled":
-            scores -= np.log(PositionNoise(self._seed + index).noise(len(history), len(scores)))
-        return scores
+        logits = caught[history]
+        if kind == "greedy":
+            return float(logits[right]) - float(logits[other])
+        return PositionNoise(self._seed + index).lead(softmax(logits), len(history), right, other)
 
 
 def is_tie(gap: float, noise: float) -> bool:

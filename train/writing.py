@@ -156,12 +156,10 @@ class _Recorder(Stateless):
 
     def __init__(self, target: CachedModel) -> None:
         self._target = target
-        self._rows: list[Row] = []
         self.ended: dict[Row, FloatArray] = {}
 
     def admit(self, row: Row) -> None:
         """See `Drafter.admit`."""
-        self._rows.append(row)
 
     def prefill(self, index: int, row: Row) -> None:
         """See `Drafter.prefill`: what the target keeps is taken at the end."""
@@ -177,11 +175,9 @@ class _Recorder(Stateless):
         """See `Drafter.reusable`: nothing, every state of the text is wanted."""
         return 0
 
-    def release(self, index: int) -> None:
+    def release(self, index: int, row: Row) -> None:
         """See `Drafter.release`; the target still has the row."""
         states = self._target.take_hidden(index)
         if np.abs(states).max(initial=0) > np.finfo(np.float16).max:
             raise RequestError("hidden states are beyond float16 at one of the taps: choose others with --taps")
-        self.ended[self._rows[index]] = states.astype(np.float16)
-        self._rows[index] = self._rows[-1]
-        self._rows.pop()
+        self.ended[row] = states.astype(np.float16)

@@ -114,10 +114,10 @@ class AdaptiveDrafter:
             for depth in range(min(len(kept) + 1, state.depth)):
                 self._controller.learn(_match_key(row, state.match + depth), depth < len(kept), state.means)
 
-    def release(self, index: int) -> None:
+    def release(self, index: int, row: Row) -> None:
         """See `Drafter.release`."""
         for drafter in self._both():
-            drafter.release(index)
+            drafter.release(index, row)
         self._states[index] = self._states[-1]
         self._states.pop()
 

@@ -33,8 +33,8 @@ class Drafter(Protocol):
         """Learn that the target kept the path `kept` of row `index`'s last proposal; `row` is up to date."""
         ...
 
-    def release(self, index: int) -> None:
-        """Close row `index`, which the target still has; the last row takes its index."""
+    def release(self, index: int, row: Row) -> None:
+        """Close row `index` of `row`, which has ended and which the target still has; the last row takes its index."""
         ...
 
     def save(self, index: int, row: Row, count: int) -> Saved | None:

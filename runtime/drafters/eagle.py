@@ -83,9 +83,9 @@ class EagleDrafter(ModelDrafter):
         self._drafted[index] = 0
         self._learn(index, row)
 
-    def release(self, index: int) -> None:
+    def release(self, index: int, row: Row) -> None:
         """See `Drafter.release`."""
-        super().release(index)
+        super().release(index, row)
         self._features[index], self._states[index] = self._features[-1], self._states[-1]
         self._features.pop()
         self._states.pop()

@@ -60,10 +60,10 @@ class FallbackDrafter:
         self._first.commit(index, row, () if fell else kept)
         self._second.commit(index, row, kept if fell else ())
 
-    def release(self, index: int) -> None:
+    def release(self, index: int, row: Row) -> None:
         """See `Drafter.release`."""
-        self._first.release(index)
-        self._second.release(index)
+        self._first.release(index, row)
+        self._second.release(index, row)
         self._fell[index] = self._fell[-1]
         self._fell.pop()
 

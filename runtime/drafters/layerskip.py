@@ -44,5 +44,5 @@ class LayerSkipDrafter(Stateless, ModelDrafter):
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: the target has committed it, in the cache that both read."""
 
-    def release(self, index: int) -> None:
+    def release(self, index: int, row: Row) -> None:
         """See `Drafter.release`: the target has moved the rows."""

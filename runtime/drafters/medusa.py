@@ -82,7 +82,7 @@ class MedusaDrafter(Stateless):
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: the target keeps the states of what it committed until the next proposal."""
 
-    def release(self, index: int) -> None:
+    def release(self, index: int, row: Row) -> None:
         """See `Drafter.release`: nothing is held."""
 
     def reusable(self, row: Row, saved: Any, count: int) -> int:

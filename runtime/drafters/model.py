@@ -100,9 +100,9 @@ class ModelDrafter:
         self._drafted[index] = 0
         assert self._model.lens[index] < len(row.tokens), "the draft's cache holds no more than the target's"
 
-    def release(self, index: int) -> None:
+    def release(self, index: int, row: Row) -> None:
         """See `Drafter.release`."""
-        self._model.drop_row(index)
+        self._model.drop_row(index, spoiled=row.spoiled)
         self._drafted[index] = self._drafted[-1]
         self._drafted.pop()
 

@@ -60,7 +60,7 @@ class NgramDrafter(Stateless):
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: nothing to learn, the row's tokens say it."""
 
-    def release(self, index: int) -> None:
+    def release(self, index: int, row: Row) -> None:
         """See `Drafter.release`."""
         self._indexes[index] = self._indexes[-1]
         self._indexes.pop()

@@ -69,6 +69,9 @@ class FakeKV:
         self.state[target, :used] = self.state[source, :used]
         self.state[source] = STALE
 
+    def clear(self, row: int) -> None:
+        self.tokens[row], self.state[row] = -1, STALE
+
     def move_slots(self, row: int, sources: np.ndarray, start: int) -> None:
         assert all(source >= start + i for i, source in enumerate(sources))
         self.tokens[row, start : start + len(sources)] = self.tokens[row, sources]
