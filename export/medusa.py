@@ -54,10 +54,10 @@ def export_medusa(
     weights = {name: tensor for name, tensor in heads.state_dict().items() if name != OFFSETS}
     graph, grids = heads_graph(config, spec), dict[str, Grid]()
     precision = "fp32" if recipe.dtype == "float32" else "fp16"
-    if recipe.weights is not None and recipe.block is not None:
+    if recipe.weights is not None and recipe.blocks:
         precision = recipe.name
         grids = {
-            name: quantize_weight(tensor.numpy(), recipe.weights, block=recipe.block)
+            name: quantize_weight(tensor.numpy(), recipe.weights, block=recipe.block(tensor.shape[1]))
             for name, tensor in weights.items()
             if tensor.dim() == 2
         }

@@ -68,7 +68,7 @@ def prepare(
         if recipe.smoothing is not None:
             changeable = layers if recipe.activations is None else rounded
             groups = _free(find_groups(graph), changeable, taken, {name for each in products for name in each.names})
-            size: Size = "maximum" if recipe.block is None else "rms"
+            size: Size = "maximum" if not recipe.blocks else "rms"
             model.load_state_dict(smooth(model.state_dict(), groups, statistics, recipe.smoothing, size)[0])
             statistics = collect(model, prompts)
     weights = model.state_dict()
@@ -212,10 +212,10 @@ def _quantized(name: str, values: Array, recipe: Recipe, kind: Kind | None, impo
     if kind is None:
         raise RequestError(f"precision {recipe.name} quantizes no weights")
     inputs = values.shape[1]
-    if recipe.block is not None and inputs % recipe.block:
-        raise ExportError(
-            f"the {inputs} inputs of {name} are not whole blocks of {recipe.block}: keep it with --keep '{name}'"
-        )
+    block = recipe.block(inputs)
+    if block is not None and inputs % block:
+        wrong = f"the {inputs} inputs of {name} are not whole blocks of {block}"
+        raise ExportError(f"{wrong}: keep it with --keep '{name}'")
     offset = recipe.offset and kind == recipe.weights
     dtype = np.float16 if recipe.dtype == "float16" else np.float32
-    return quantize_weight(values, kind, block=recipe.block, offset=offset, importance=importance, dtype=dtype)
+    return quantize_weight(values, kind, block=block, offset=offset, importance=importance, dtype=dtype)

@@ -24,20 +24,20 @@ class Recipe:
     """One precision of a model.
 
     `dtype`: of the cache, of what is computed between products, and of weights that are not quantized. `weights`: type
-    of the quantized weights of all products (None: `dtype`). `block`: inputs of a product that share one scale (None:
-    one scale for each output channel). `offset`: whether a block has an offset besides its scale. `activations`: type
-    that products' inputs are rounded to, with one scale for a tensor, fixed by calibration (None: they stay as they
-    are). `head`: type of the LM head's weights and the embedding's (None: `dtype`). `smoothing`: how much of the range
-    of a product's input moves into its weights, 0 to 1 (None: nothing moves). `keeps_own`: whether weights that lie on
-    a block grid already, as a GGUF's, stay on it. `engines`: that take it, and `sm`: least compute capability of an
-    NVIDIA GPU (75 is 7.5) that runs it.
+    of the quantized weights of all products (None: `dtype`). `blocks`: how many inputs of a product share a scale, the
+    first number that divides them (none: one scale for each output channel). `offset`: whether a block has an offset
+    besides its scale. `activations`: type that products' inputs are rounded to, with one scale for a tensor, fixed by
+    calibration (None: they stay as they are). `head`: type of the LM head's weights and the embedding's (None:
+    `dtype`). `smoothing`: how much of the range of a product's input moves into its weights, 0 to 1 (None: nothing
+    moves). `keeps_own`: whether weights that lie on a block grid already, as a GGUF's, stay on it. `engines`: that take
+    it, and `sm`: least compute capability of an NVIDIA GPU (75 is 7.5) that runs it.
     """
 
     name: str
     dtype: Dtype
     engines: tuple[str, ...]
     weights: Kind | None = None
-    block: int | None = None
+    blocks: tuple[int, ...] = ()
     offset: bool = False
     activations: Kind | None = None
     head: Kind | None = None
@@ -45,18 +45,27 @@ class Recipe:
     keeps_own: bool = False
     sm: int = 75
 
+    def block(self, inputs: int) -> int | None:
+        """How many of a product's `inputs` share a scale (None: all); the last of `blocks` when none divides them.
 
-# int8 and int4 blocks of 32 are MatMulNBits' and GGUF's. int8-w8a8 and fp8 run on ONNX Runtime too: as the oracle that
-# a TensorRT engine is compared with, not to be fast.
+        One block alone would be a scale for each output channel, which other operators compute.
+        """
+        whole = (block for block in self.blocks if inputs % block == 0 and inputs > block)
+        return next(whole, self.blocks[-1] if self.blocks else None)
+
+
+# Blocks of 32 are GGUF's. Those of int8 are longer where they can be: with 8 bits that costs little accuracy, and
+# products are faster (docs/performance.md). int8-w8a8 and fp8 run on ONNX Runtime too: as the oracle that a TensorRT
+# engine is compared with, not to be fast.
 RECIPES = (
     Recipe(name="fp32", dtype="float32", engines=BACKENDS),
     Recipe(name="fp16", dtype="float16", engines=BACKENDS),
     Recipe(name="bf16", dtype="bfloat16", engines=TENSORRT, sm=80),
-    Recipe(name="int8", dtype="float32", engines=ORT, weights="int8", block=32, head="int8", smoothing=0.5,
+    Recipe(name="int8", dtype="float32", engines=ORT, weights="int8", blocks=(64, 32), head="int8", smoothing=0.5,
            keeps_own=True),
-    Recipe(name="int4", dtype="float32", engines=ORT, weights="int4", block=32, offset=True, head="int8",
+    Recipe(name="int4", dtype="float32", engines=ORT, weights="int4", blocks=(32,), offset=True, head="int8",
            keeps_own=True),
-    Recipe(name="int4", dtype="float16", engines=TENSORRT, weights="int4", block=64),
+    Recipe(name="int4", dtype="float16", engines=TENSORRT, weights="int4", blocks=(64,)),
     Recipe(name="int8-w8a8", dtype="float16", engines=BACKENDS, weights="int8", activations="int8", smoothing=0.8),
     Recipe(name="fp8", dtype="float16", engines=BACKENDS, weights="float8e4m3fn", activations="float8e4m3fn", sm=89),
 )  # fmt: skip

@@ -43,7 +43,7 @@ from specdec.export.weights import write_graph
 from support import models
 
 TOKENS = np.random.default_rng(5).integers(0, 101, 240).tolist()
-SIZES = {"hidden_size": 64, "intermediate_size": 96}
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
 CASES = {"llama": SIZES, "gemma3": SIZES, "gpt2": {"n_embd": 64}}
 CLEAN = (MergedConstants, common.RemoveUnusedNodesPass, CanonicalForm)
 

@@ -54,3 +54,13 @@ def test_what_a_gpu_does_not_run_is_refused(name: str, arch: str, message: str) 
 def test_what_a_gpu_runs_is_taken() -> None:
     check_arch(find_recipe("fp8", ["tensorrt-rtx"]), "sm89")
     check_arch(find_recipe("fp8", ["tensorrt-rtx"]), "sm120")
+
+
+@pytest.mark.parametrize(
+    ("precision", "inputs", "block"),
+    [("int8", 576, 64), ("int8", 1536, 64), ("int8", 96, 32), ("int8", 64, 32), ("int8", 48, 32), ("int4", 576, 32),
+     ("fp8", 576, None), ("fp32", 576, None)],
+)  # fmt: skip
+def test_blocks_are_as_long_as_divides_a_products_inputs(precision: str, inputs: int, block: int | None) -> None:
+    """48 are refused later, by name; 64 are two blocks rather than one."""
+    assert find_recipe(precision, ["ort"]).block(inputs) == block

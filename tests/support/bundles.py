@@ -203,8 +203,8 @@ def _far_bundle() -> Path:
 
 @functools.cache
 def blocks_checkpoint(seed: int = 0) -> Path:
-    """A tiny llama that all tests of a run share, of whole blocks of 32: every precision takes it."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    """A tiny llama that all tests of a run share, of whole blocks of 32, in part of 64: every precision takes it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
     return tiny_checkpoint(session_folder() / f"blocks-{seed}", seed=seed, **sizes)
 
 
