@@ -182,13 +182,15 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert printed.err == ""
     names = [*(["plain-fast"] if "plain-fast" in printed.out else []), "plain", "ngram", "model", "ngram+model"]
     lines = printed.out.splitlines()
-    assert len(lines) == 5 + 1 + 1 + 4 * (len(names) + 2)  # pass costs; all, copy-heavy and two categories
+    assert len(lines) == 7 + 1 + 1 + 4 * (len(names) + 2)  # pass costs; all, copy-heavy and two categories
 
     written = json.loads(report.read_text())
+    weights = (shared_bundle() / "target" / "fp32").glob("model.onnx*")
     assert written["peers"] == {name: VERSIONS[name] for name in ("ort-genai", "llama-cpp")}
     assert written["peer_failures"] == []
     assert written["baseline"] in ("plain-fast", "plain")
     assert len(written["pass_costs"]) == 14
+    assert written["roofline"]["weight_bytes"] == sum(file.stat().st_size for file in weights)
     assert list(dict.fromkeys(each["category"] for each in written["figures"])) == [
         "all",
         "copy-heavy",

@@ -59,6 +59,8 @@ def test_everything_that_was_measured_is_on_the_page() -> None:
     assert len(kinds) == 12
     assert [sum(kind in each for each in kinds) for kind in ("accepted", "corrected", "bonus")] == [7, 4, 1]
     assert machine().cpu.model in said
+    assert "at least, ms" in said
+    assert "7.97" in said  # (150 MB + 204 slots of 46 KB) at 20 GB/s: a row of four tokens
 
 
 def test_what_was_not_measured_is_left_out() -> None:
@@ -71,6 +73,7 @@ def test_what_was_not_measured_is_left_out() -> None:
         "One answer",
         "How deep",
         "What wider",
+        "at least, ms",
         "Predicted,",
         "Speed by batch",
         "Under load",

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from specdec.engines.command import CommandParser, check_folders, positive, run_command
-from specdec.engines.costs import BATCHES, PASSES, WIDTHS
 from specdec.engines.files import replace_file
 from specdec.engines.registry import backends, open_engine
 from specdec.runtime.llm import Opener
@@ -61,7 +60,8 @@ def _run(args: argparse.Namespace, opener: Opener) -> int:
     with ExitStack() as stack:
         measurement = Measurement(args, opener, stack)
         if args.pass_costs and not args.prompts:
-            report = measurement.report(pass_costs=tuple(measurement.pass_costs(WIDTHS, BATCHES, PASSES)))
+            costs, roofline = measurement.passes()
+            report = measurement.report(pass_costs=costs, roofline=roofline)
         else:
             report = measurement.run()
     print("\n\n".join(_shown(report, costs=args.pass_costs)))
@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace, opener: Opener) -> int:
 
 def _shown(report: Report, *, costs: bool) -> list[str]:
     """The tables that there is something to show in."""
-    tables = [cost_table(report.pass_costs)] if costs else []
+    tables = [cost_table(report.pass_costs, report.roofline)] if costs else []
     tables += [table(report.figures, report.baseline)] if report.figures else []
     tables += [failure_lines(report.peer_failures)] if report.peer_failures else []
     return [*tables, *([load_table(report.load)] if report.load else [])]
@@ -159,7 +159,11 @@ def _parser() -> CommandParser:
         help="unmeasured runs of the first prompt (default %(default)s)",
     )
     add("--repeat", metavar="N", type=positive, default=1, help="measured runs; the fastest counts (default 1)")
-    add("--pass-costs", action="store_true", help="time single passes of the target by width and batch, and show them")
+    add(
+        "--pass-costs",
+        action="store_true",
+        help="time single passes of the target by width and batch, and show them beside what the machine allows",
+    )
     add("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure each method's peak memory in a "
         "process of its own (default: yes)")  # fmt: skip
 

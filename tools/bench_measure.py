@@ -7,13 +7,14 @@ but progress.
 import argparse
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
+from specdec.engines.base import Engine
 from specdec.engines.costs import BATCHES, CAPACITY, PASSES, WIDTHS, PassCost, pass_costs
 from specdec.engines.errors import EngineError, RequestError
 from specdec.engines.manifest import Manifest, read_manifest
@@ -30,6 +31,7 @@ from specdec.tools.bench_tokens import Sample, marked
 from specdec.tools.figures import Costs, Figures, Run, baseline, pick, summarize
 from specdec.tools.peers import open_peer_set
 from specdec.tools.questions import Question, read_questions, select
+from specdec.tools.roofline import Roofline, measure_roofline
 
 OWN_PROMPTS = "built-in"  # in place of a file's name
 QUICK = 6  # passes of each width, for predictions
@@ -53,7 +55,7 @@ class Measurement:
     def run(self) -> Report:
         """Load every method, run them on the prompts, and say what was found."""
         args = self.args
-        costs = self.pass_costs(WIDTHS, BATCHES, PASSES) if args.pass_costs else self.pass_costs(WIDTHS, (1,), QUICK)
+        costs, roofline = self.passes() if args.pass_costs else (self.pass_costs(WIDTHS, (1,), QUICK), None)
         names = chosen_names(args.methods or (), self.manifest, args.variant, self.engine)
         methods = open_methods(
             args.bundle,
@@ -92,7 +94,8 @@ class Measurement:
             baseline=baseline([run for run in runs if run.batch_size == args.batch_size[0]]),
             figures=tuple(figures),
             load=tuple(load),
-            pass_costs=tuple(costs),
+            pass_costs=costs,
+            roofline=roofline,
             sample=self._sample(methods, runs, figures),
             runs=tuple(runs),
         )
@@ -107,19 +110,35 @@ class Measurement:
             **found,
         )
 
-    def pass_costs(self, widths: Sequence[int], batches: Sequence[int], passes: int) -> list[PassCost]:
+    def passes(self) -> tuple[tuple[PassCost, ...], Roofline | None]:
+        """What `--pass-costs` shows: times of single passes, and on the CPU what the machine allows at best."""
+        costs = self.pass_costs(WIDTHS, BATCHES, PASSES)
+        if self.engine.provider != "cpu" or self.engine.backend != "ort":
+            return costs, None
+        graph, limits = pick_variant(self.manifest.target, self.args.variant).graph, self.manifest.limits
+        weights = sum(file.bytes for name, file in self.manifest.files.items() if name.startswith(graph))
+        with self._target() as engine:
+            return costs, measure_roofline(engine, weights, self.args.threads, limits.max_tree, self._slots)
+
+    def pass_costs(self, widths: Sequence[int], batches: Sequence[int], passes: int) -> tuple[PassCost, ...]:
         """Time single passes of the target, within the bundle's limits."""
-        limits, target = self.manifest.limits, self.manifest.target
-        variant = pick_variant(target, self.args.variant)
+        limits = self.manifest.limits
+        widths = [width for width in widths if width <= limits.max_tree]
+        batches = [batch for batch in batches if batch <= limits.max_batch]
+        with self._target() as engine:
+            return tuple(pass_costs(engine, widths, batches, passes, self._slots))
+
+    @property
+    def _slots(self) -> int:
+        return min(CAPACITY, self.manifest.limits.max_length + self.manifest.limits.max_tree)
+
+    @contextmanager
+    def _target(self) -> Iterator[Engine]:
+        """The target's engine, of its own."""
+        variant = pick_variant(self.manifest.target, self.args.variant)
         config = with_plans(self.engine, self.args.bundle, variant)
-        with closing(self._opener(self.args.bundle / variant.graph, target.spec, config)) as engine:
-            return pass_costs(
-                engine,
-                [width for width in widths if width <= limits.max_tree],
-                [batch for batch in batches if batch <= limits.max_batch],
-                passes,
-                min(CAPACITY, limits.max_length + limits.max_tree),
-            )
+        with closing(self._opener(self.args.bundle / variant.graph, self.manifest.target.spec, config)) as engine:
+            yield engine
 
     def settings(self) -> Settings:
         """What was asked for."""

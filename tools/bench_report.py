@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from specdec.engines.costs import PASSES, PassCost
+from specdec.engines.costs import PASSES, PAST, PassCost
 from specdec.engines.errors import RequestError
 from specdec.tools.bench_load import LoadFigures
 from specdec.tools.bench_tokens import Sample
@@ -18,6 +18,7 @@ from specdec.tools.figures import PEERS, PLAIN, Figures, Run, align
 from specdec.tools.intervals import CONFIDENCE, RESAMPLES, Percentiles
 from specdec.tools.peers import PeerFailure
 from specdec.tools.probes import Cpu, cpu, memory, package_version
+from specdec.tools.roofline import Roofline
 
 SCHEMA_VERSION = 1
 SHOWN = 5  # positions of a draft in the table; all are in the JSON
@@ -54,7 +55,10 @@ DEFINITIONS = {
     "queue_ms": "from when a request was due until it had a row",
     "most_waiting": "most requests without a row, counted when one more came, itself included",
     "latency_ms": "from when a request was due until its answer was read",
-    "pass_costs": "milliseconds of one pass of the target by rows and tokens a row, after 200 tokens",
+    "pass_costs": f"milliseconds of one pass of the target by rows and tokens a row, after {PAST} tokens",
+    "roofline": "the least that a pass can take (Williams, Waterman and Patterson, 2009): reading its weights and the "
+    "committed keys and values once at the rate at which all threads together read memory, or its tokens at the rate "
+    "of a pass as wide as a prompt's, whichever takes longer. Processors' caches may hold a small model's weights",
 }
 
 
@@ -128,6 +132,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     figures: tuple[Figures, ...] = ()
     load: tuple[LoadFigures, ...] = ()
     pass_costs: tuple[PassCost, ...] = ()
+    roofline: Roofline | None = None
     sample: Sample | None = None
     definitions: dict[str, str] = msgspec.field(default_factory=DEFINITIONS.copy)
     runs: tuple[Run, ...] = ()
@@ -166,13 +171,16 @@ def read_report(path: Path) -> Report:
         raise RequestError(f"{path} is no report of specdec-bench: {exc}; write it again with --json") from exc
 
 
-def cost_table(costs: Sequence[PassCost], passes: int = PASSES) -> str:
-    """Render pass costs as aligned plain text: a column for each width."""
+def cost_table(costs: Sequence[PassCost], roofline: Roofline | None = None, passes: int = PASSES) -> str:
+    """Render pass costs, and the least that they could be, as aligned plain text: a column for each width."""
     rows = [["ms per pass, tokens a row:", *(str(cost.width) for cost in costs if cost.batch == costs[0].batch)]]
     for batch in dict.fromkeys(cost.batch for cost in costs):
         of_batch = [cost for cost in costs if cost.batch == batch]
         rows.append([f"batch {batch}, best of {passes}", *(f"{cost.best_ms:.1f}" for cost in of_batch)])
         rows.append([f"batch {batch}, median", *(f"{cost.median_ms:.1f}" for cost in of_batch)])
+        if roofline:
+            limits = [roofline.limit_ms(batch, cost.width) for cost in of_batch]
+            rows.append([f"batch {batch}, at least", *(f"{limit:.1f}" for limit in limits)])
     return align(rows, left=1)
 
 

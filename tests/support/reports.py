@@ -9,6 +9,7 @@ from specdec.tools.bench_report import BundleFacts, MethodFacts, Report, Setting
 from specdec.tools.bench_tokens import Sample, marked
 from specdec.tools.figures import Answer, Costs, Run, summarize
 from specdec.tools.intervals import Percentiles
+from specdec.tools.roofline import Roofline
 
 EVIL = "</style><script src='http://example.org/x.js'>alert(1)</script>\x00\x1b[0m & \ufffe \ud800 <b>"
 
@@ -85,6 +86,7 @@ def a_report(**changes: Any) -> Report:
         "baseline": "plain",
         "figures": tuple(summarize(runs, costs=costs)),
         "load": (load,),
+        "roofline": Roofline(bytes_per_second=2e10, weight_bytes=150_000_000, slot_bytes=46_080, token_ms=0.75),
         "pass_costs": (PassCost(1, 1, 9.0, 10.0), PassCost(1, 4, 11.0, 12.0), PassCost(4, 1, 11.0, 12.0),
                        PassCost(4, 4, 31.0, 32.0)),
         "sample": Sample(method="ngram", question_id=1, category="qa", prompt=EVIL, accepted_length=2.4,
