@@ -9,7 +9,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.specdec-installed
 
-.PHONY: help venv test test-fast test-gpu mutants lint demo engines models clean
+.PHONY: help venv test test-fast test-gpu mutants lint demo engines performance models clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo 'make test-fast  tests that need neither'
 	@echo 'make test-gpu   tests that need an NVIDIA GPU'
 	@echo 'make engines    compile a real model with TensorRT-RTX, without a GPU, in every precision it takes'
+	@echo 'make performance  write the figures of the documentation from docs/results/*.json'
 	@echo 'make mutants    plant faults in the runtime, one at a time; the tests have to notice each'
 	@echo 'make lint       ruff check, ruff format --check, mypy --strict'
 	@echo 'make models     fetch the real test model into the cache'
@@ -61,6 +62,9 @@ demo: $(STAMP) models
 
 engines: $(STAMP) models
 	$(RUN) specdec.tools.engines
+
+performance: $(STAMP)
+	$(RUN) specdec.tools.performance
 
 clean:
 	rm -rf $(VENV) build dist specdec.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

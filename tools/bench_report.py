@@ -200,17 +200,17 @@ def table(figures: Sequence[Figures], fastest: str | None) -> str:
                 f"{batch}{each.category} ({each.answers})" if group != last else "",
                 each.method,
                 f"{each.tokens_per_second:.2f}",
-                _cell(each.speedup, ".3f"),
+                cell(each.speedup, ".3f"),
                 f"{span.low:.2f}-{span.high:.2f}" if span else "-",
-                *(_cell(each.speedup_peers.get(name), ".3f") for name in peers),
-                _cell(each.predicted_speedup, ".2f"),
-                _cell(each.mean_accepted_length, ".2f"),
-                _cell(each.acceptance_rate, ".2f"),
+                *(cell(each.speedup_peers.get(name), ".3f") for name in peers),
+                cell(each.predicted_speedup, ".2f"),
+                cell(each.mean_accepted_length, ".2f"),
+                cell(each.acceptance_rate, ".2f"),
                 " ".join(f"{share:.2f}".removeprefix("0") for share in each.acceptance_by_position[:SHOWN]) or "-",
                 *_times(each.ttft_ms),
                 *_times(each.inter_token_ms),
-                _cell(each.draft_ms, ".2f"),
-                _cell(each.host_ms, ".2f"),
+                cell(each.draft_ms, ".2f"),
+                cell(each.host_ms, ".2f"),
                 "-" if same is None else f"{same}/{each.answers}",
             )
         )
@@ -246,5 +246,6 @@ def _times(found: Percentiles | None) -> tuple[str, str]:
     return (f"{found.p50:.1f}", f"{found.p95:.1f}") if found else ("-", "-")
 
 
-def _cell(value: float | None, form: str) -> str:
+def cell(value: float | None, form: str) -> str:
+    """A figure in a table, or a dash where there is none."""
     return "-" if value is None else format(value, form)

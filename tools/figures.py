@@ -268,3 +268,9 @@ def align(rows: Sequence[Sequence[str]], left: int) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def pipe_table(rows: Sequence[Sequence[str]]) -> str:
+    """Render rows as a table in Markdown; the first one is its head."""
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])

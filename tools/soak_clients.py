@@ -37,7 +37,7 @@ class Report(msgspec.Struct, kw_only=True):
     """
 
     seconds: float = 0.0
-    outcomes: Counter[str] = msgspec.field(default_factory=Counter)
+    outcomes: dict[str, int] = msgspec.field(default_factory=Counter[str])
     tokens: int = 0
     faults: int = 0
     wrong: list[str] = msgspec.field(default_factory=list)
