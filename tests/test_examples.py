@@ -1,10 +1,7 @@
-"""Examples run as they stand, and documentation's too."""
+"""Examples run as they stand."""
 
 import asyncio
 import importlib.util
-import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +13,6 @@ from support.gated import Gate, gated_llm
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "fastapi_service.py"
-EMBEDDING = ROOT / "docs" / "embedding.md"
 
 
 @pytest.fixture
@@ -95,12 +91,3 @@ def test_a_client_that_goes_away_cancels_its_request(
             assert type(request.exception()).__name__ == ("ClientDisconnect" if version == "2.4" else "NoneType")
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("kind", ["Blocking", "Async"])
-def test_the_documentations_examples_run(kind: str, tmp_path: Path) -> None:
-    (block,) = re.findall(rf"^## {kind}\n+```python\n(.*?)^```", EMBEDDING.read_text(), re.MULTILINE | re.DOTALL)
-    (tmp_path / "bundle").symlink_to(shared_bundle())
-    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()

@@ -1,6 +1,5 @@
-"""README's commands and example run as they stand there."""
+"""README's commands run in their order as they stand there; what holds for every page is in `test_docs.py`."""
 
-import re
 import shlex
 import subprocess
 import sys
@@ -8,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from support.bundles import blocks_checkpoint, shared_bundle
+from support.bundles import blocks_checkpoint
+from support.documents import ROOT, blocks
 
-README = Path(__file__).parent.parent / "README.md"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+README = ROOT / "README.md"
 
 
 @pytest.fixture
@@ -23,19 +19,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_python_example_runs(folder: Path) -> None:
-    (folder / "bundle").symlink_to(shared_bundle())
-    (example,) = blocks("python")
-    result = subprocess.run([sys.executable, "-c", example], cwd=folder, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip()
+def test_the_python_example_is_short() -> None:
+    (example,) = blocks(README, "python")
     assert len(example.strip().splitlines()) <= 12
 
 
 @pytest.mark.slow
 def test_the_commands_run_in_order(folder: Path) -> None:
     bin_folder = Path(sys.executable).parent
-    (use,) = (block for block in blocks("") if "specdec-export" in block)
+    (use,) = (block for block in blocks(README, "", "sh") if "specdec-export" in block)
     lines = [line.partition("#")[0].strip() for line in use.splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("specdec-")]
     programs = ["specdec-export", "specdec-generate", "specdec-verify", "specdec-bench", "specdec-doctor"]
@@ -44,16 +36,3 @@ def test_the_commands_run_in_order(folder: Path) -> None:
         command = [str(bin_folder / program), *arguments]
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
-
-
-def test_every_linked_file_exists() -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)", README.read_text())
-    assert links
-    assert [link for link in links if not (README.parent / link).exists()] == []
-
-
-def test_every_make_target_that_is_named_exists() -> None:
-    makefile = (README.parent / "Makefile").read_text()
-    targets = set(re.findall(r"^make (\S+)", README.read_text(), re.MULTILINE))
-    assert {"demo", "test"} <= targets
-    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
