@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from support.bundles import blocks_checkpoint, shared_bundle, shared_checkpoint
-from support.documents import PAGES, ROOT, Command, anchors, blocks, commands, links, name, spans
+from support.documents import PAGES, ROOT, Command, anchors, blocks, commands, links, name, spans, told_messages
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
 OURS = [each for each in COMMANDS if re.match(r"specdec-|python -m specdec\.", " ".join(each.words))]
@@ -28,6 +28,7 @@ PARSED_ONLY = {
     "--peers": "installs other runtimes from the network",
     "specdec-train": "trains for as long as it is told",
     "--minutes": "takes minutes",
+    "tensorrt-rtx": "needs a GPU, or the library that builds for one",
     "specdec.tools.models": "fetches a real model",
     "eagle": "needs the model that the trained drafter is of",
     "specdec.tools.performance": "writes into the documentation; test_performance.py runs it",
@@ -148,6 +149,23 @@ def test_targets_extras_and_test_files_exist() -> None:
         if program == "pytest":
             wrong += [str(command) for each in plain if "/" in each and not (ROOT / each).exists()]
     assert wrong == []
+
+
+MESSAGES = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+def test_messages_that_are_explained_exist() -> None:
+    """A row may stop where the message goes on; `…` is what the message fills in."""
+    sources = told_messages()
+    assert len(MESSAGES) > 50
+    assert [each for each in MESSAGES if not any(quotes(each, source) for source in sources)] == []
+    assert not any(quotes("the prompt is vacant: it must have at least one token", source) for source in sources)
+
+
+def quotes(quoted: str, source: str) -> bool:
+    """Whether `quoted` is how `source` begins; a blank at its end may be filled in with anything."""
+    pieces = [re.escape(piece) for piece in quoted.removesuffix("…").split("…")]
+    return re.match(".*?".join(pieces), source, re.DOTALL) is not None and quoted.strip("… :;(),") != ""
 
 
 EXAMPLES = [(page, at, block) for page in PAGES for at, block in enumerate(blocks(page, "python"))]

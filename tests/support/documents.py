@@ -1,5 +1,6 @@
 """The project's pages as its tests read them: blocks of code, the commands in them, links and headings."""
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -97,3 +98,17 @@ def _parts(line: str) -> Iterator[tuple[str, ...]]:
             words.append(word)
         else:
             skip = False
+
+
+def told_messages() -> set[str]:
+    """Every text in the sources that may be a message, `…` for what is put in."""
+    found = set()
+    for layer in ("engines", "export", "runtime", "tools", "train"):
+        for path in (ROOT / layer).glob("**/*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    pieces = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                    found.add("".join(map(str, pieces)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add(node.value)
+    return found
