@@ -16,7 +16,7 @@ from specdec.tools.performance_tables import NONE, Result, as_plain, gain, only,
 
 def peers(results: Sequence[Result]) -> str:
     """Ours beside the best mode of each peer; what that is of our plain decoding is of its own run."""
-    rows: list[tuple[str, ...]] = [("", "runtime", "mode", "tokens/s", "of our plain (95 %)", "its own plain",
+    rows: list[tuple[str, ...]] = [("", "runtime", "mode", "tokens/s", "× our plain (95 %)", "its own plain × ours",
                                     f"as {PLAIN}", "KL, nats")]  # fmt: skip
     quality = {(cost.role.partition(" ")[0], precision): cost for precision, cost in _costs(results)}
     for precision, reports in _by_precision(only(Report, results, others=True)).items():
@@ -40,7 +40,7 @@ def peers(results: Sequence[Result]) -> str:
 
 def precisions(results: Sequence[Result]) -> str:
     """Of each precision our own speed, plain and drafting, and its damage."""
-    rows = [("", "MB", "KL, nats", "top-1", "plain, tokens/s", "best drafter, tokens/s", "of plain")]
+    rows = [("", "MB", "KL, nats", "top-1", "plain, tokens/s", "best drafter, tokens/s", "× plain (95 %)")]
     own = {precision: cost for precision, cost in _costs(results) if cost.role == TARGET}
     for report in only(Report, results, others=True):
         name, ours = report.bundle.precision, own_figures(report)

@@ -59,7 +59,7 @@ def verdicts(results: Sequence[Result]) -> str:
 
 def speed(results: Sequence[Result]) -> str:
     """Every method of every report, over all prompts, one at a time."""
-    rows = [("", "method", "tokens/s", "of plain (95 %)", "predicted", "τ",
+    rows = [("", "method", "tokens/s", "× plain (95 %)", "predicted", "τ",
              f"kept at {', '.join(str(1 + at) for at in range(SHOWN))}", "draft, ms a round", "host, ms a round",
              f"as {PLAIN}")]  # fmt: skip
     for report in only(Report, results):
@@ -144,7 +144,7 @@ def batches(results: Sequence[Result]) -> str:
         for name in own_figures(report):
             plain, found = name == report.baseline, [at[size].get(name) for size in sizes]
             values = [(each.tokens_per_second if plain else each.speedup) if each else None for each in found]
-            what = f"`{name}`, tokens/s" if plain else f"`{name}`, of plain"
+            what = f"`{name}`, tokens/s" if plain else f"`{name}`, × plain"
             rows.append((label, what, *(cell(value, ".0f" if plain else ".2f") for value in values)))
             label = ""
     return pipe_table(rows)
