@@ -19,22 +19,40 @@ from typing import Any
 import pytest
 
 from support.bundles import blocks_checkpoint, shared_bundle, shared_checkpoint
-from support.documents import PAGES, ROOT, Command, anchors, blocks, commands, links, name, spans, told_messages
+from support.documents import (
+    LAYERS,
+    PAGES,
+    ROOT,
+    Command,
+    anchors,
+    blocks,
+    commands,
+    commands_in,
+    links,
+    name,
+    spans,
+    told_messages,
+)
+
+
+def is_ours(words: tuple[str, ...]) -> bool:
+    return re.match(r"specdec-|python -m specdec\.", " ".join(words)) is not None
+
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
-OURS = [each for each in COMMANDS if re.match(r"specdec-|python -m specdec\.", " ".join(each.words))]
+OURS = [each for each in COMMANDS if is_ours(each.words)]
 OTHERS = {"git", "cd", "curl", "python", "pytest", "make", "pip"}  # checked below as far as they can be, or not
 PARSED_ONLY = {
     "--peers": "installs other runtimes from the network",
     "specdec-train": "trains for as long as it is told",
     "--minutes": "takes minutes",
+    "specdec-verify": "takes minutes; test_readme.py runs one",
     "tensorrt-rtx": "needs a GPU, or the library that builds for one",
     "specdec.tools.models": "fetches a real model",
     "eagle": "needs the model that the trained drafter is of",
     "specdec.tools.performance": "writes into the documentation; test_performance.py runs it",
     "main.json": "compares with the report of another run",
     "--history": "needs a context of more than a thousand tokens",
-    "model@": "is run on another bundle: test_bench.py has drafts of models",
     "--batch-size": "needs a bundle of 16 rows",
 }
 
@@ -97,7 +115,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_files_that_are_named_exist(page: Path) -> None:
-    layers = "engines|export|runtime|tools|train|tests|examples"
+    layers = "|".join((*LAYERS, "tests", "examples"))
     named = [span for span in spans(page) if re.fullmatch(rf"(?:{layers})/[\w/.-]+", span)]
     assert [span for span in named if not (ROOT / span.rstrip("/")).exists()] == []
 
@@ -112,11 +130,24 @@ def test_a_command_is_taken(
         pytest.fail(capsys.readouterr().err)
 
 
-def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def programs() -> set[tuple[str, ...]]:
+    """Our commands, and the modules that pages run."""
     scripts = importlib.metadata.entry_points(group="console_scripts")
-    programs = {(each.name,) for each in scripts if each.name.startswith("specdec-")}
-    programs |= {each.words[:3] for each in OURS if each.words[0] == "python"}
-    known = {option for program in programs for option in options(parser_of(monkeypatch, program, parse=False))}
+    found: set[tuple[str, ...]] = {(each.name,) for each in scripts if each.name.startswith("specdec-")}
+    return found | {each.words[:3] for each in OURS if each.words[0] == "python"}
+
+
+def test_examples_that_commands_give_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    helps = (parser_of(monkeypatch, program, parse=False).epilog or "" for program in sorted(programs()))
+    examples = [words for text in helps for words in commands_in(re.sub(r"(?<=\S) {3,}.*", "", text))]
+    ours = [words for words in examples if is_ours(words)]
+    assert len(ours) > 20
+    for words in ours:
+        parser_of(monkeypatch, words, parse=True)
+
+
+def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {option for program in programs() for option in options(parser_of(monkeypatch, program, parse=False))}
     known |= {"--check", "--strict"}  # of ruff and mypy
     named = {(name(page), option) for page in PAGES for span in spans(page)
              for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}  # fmt: skip

@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ PAGES = sorted(
     for folder in (".", "docs", "drafters", "examples")
     for path in (ROOT / folder).glob("*.md" if folder == "." else "**/*.md")
 )
+LAYERS = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"].values())
 SHELL = ("", "sh", "bash", "yaml")  # languages of blocks that may hold commands
 PROGRAM = re.compile(r"^(specdec-\w|python -m |make |pip |pytest |git |\w+=\S+ pytest )")
 _BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -22,10 +24,9 @@ _SPAN = re.compile(r"`([^`\n]+)`")
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page: what it runs and with what; `line` is as the page has it."""
+    """A command of a page: what it runs and with what."""
 
     page: str
-    line: str
     words: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -71,19 +72,21 @@ def anchors(page: Path) -> set[str]:
 
 def commands(page: Path) -> list[Command]:
     """Every command in the page's blocks, those inside `$(...)` too."""
-    found = []
-    for block in blocks(page, *SHELL):
-        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-            if PROGRAM.match(line.strip()):
-                found += [Command(name(page), line.strip(), words) for words in _parts(line.strip())]
-    return found
+    return [Command(name(page), words) for block in blocks(page, *SHELL) for words in commands_in(block)]
+
+
+def commands_in(text: str) -> Iterator[tuple[str, ...]]:
+    """The words of every command in lines of a shell."""
+    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+        if PROGRAM.match(line.strip()):
+            yield from _parts(line.strip())
 
 
 def _parts(line: str) -> Iterator[tuple[str, ...]]:
     """The simple commands of a line: without comments, assignments and redirections."""
     for inner in re.findall(r"\$\(([^)]*)\)", line):
         yield tuple(shlex.split(inner))
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=";|&<>")
+    lexer = shlex.shlex(re.sub(r"\$\([^)]*\)", "PATH", line), posix=True, punctuation_chars=";|&<>")
     lexer.whitespace_split, lexer.commenters = True, "#"
     words: list[str] = []
     skip = False
@@ -103,7 +106,7 @@ def _parts(line: str) -> Iterator[tuple[str, ...]]:
 def told_messages() -> set[str]:
     """Every text in the sources that may be a message, `…` for what is put in."""
     found = set()
-    for layer in ("engines", "export", "runtime", "tools", "train"):
+    for layer in LAYERS:
         for path in (ROOT / layer).glob("**/*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr):
