@@ -85,8 +85,15 @@ def read_result(path: Path) -> Result:
 
 
 def to_bytes(result: Result) -> bytes:
-    """The result as it is kept."""
-    return msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
+    """The result as it is kept: JSON with a line for each field, and for each record of a list."""
+    fields: dict[str, Any] = msgspec.to_builtins(result)
+    return b"{\n%s\n}\n" % b",\n".join(b'"%s": %s' % (name.encode(), _lines(fields[name])) for name in fields)
+
+
+def _lines(value: Any) -> bytes:
+    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        return b"[\n%s\n]" % b",\n".join(map(msgspec.json.encode, value))
+    return msgspec.json.encode(value)
 
 
 def render(page: str, results: Mapping[str, Result]) -> str:
