@@ -1,8 +1,6 @@
 """`specdec-bench`: whose turn it is, and the whole command on a tiny bundle, with stand-ins for the peers."""
 
 import json
-import re
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -10,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -33,7 +30,6 @@ from support.bundles import shared_bundle
 from support.fake_engine import FakeEngine, fake_spec
 from support.fake_peers import VERSIONS, genai_folder, gguf_file, peer_python
 
-DOCUMENTATION = Path(__file__).parents[1] / "docs" / "benchmarking.md"
 FOX = "the quick brown fox jumps over the quick brown fox"
 
 
@@ -426,20 +422,3 @@ def test_a_planted_slowdown_fails_and_an_equal_run_does_not(tmp_path: Path, caps
     said = capsys.readouterr().out
     assert said.count("REGRESSED") == 2
     assert "2 of 4 figures regressed by more than 5 %, with significance" in said
-
-
-def test_the_commands_of_the_documentation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"^```\n(.*?)^```", DOCUMENTATION.read_text(), re.MULTILINE | re.DOTALL)
-    commands = [shlex.split(line) for block in blocks for line in block.splitlines()]
-    assert len(commands) == 3
-    (tmp_path / "bundle").symlink_to(shared_bundle())
-    Path(prompt_file(tmp_path, [question(1, "rag", FOX), question(2)])).rename(tmp_path / "question.jsonl")
-    monkeypatch.chdir(tmp_path)
-    for program, *arguments in commands:
-        assert program == "specdec-bench"
-        assert main([*arguments, "--no-memory"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "bundle", "now.html", "now.json", "old.json", "question.jsonl"
-    ]  # fmt: skip
-    json.loads((tmp_path / "now.json").read_text())
-    ElementTree.parse(tmp_path / "now.html")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,10 @@ def test_every_reason_not_to_run_a_command_holds_for_one() -> None:
 def test_a_pages_commands_run_in_their_order(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in RUN[page]:
         main, arguments = main_of(command.words)
-        output = folder / arguments[arguments.index("-o") + 1] if "-o" in arguments else None
-        if output and output.is_symlink():
+        named = dict(pairwise(arguments))
+        output = folder / named.get("-o", "none")
+        if output.is_symlink():
             output.unlink()
         assert main(arguments) == 0, f"{command}: {capsys.readouterr().err}"
+        written = [named[option] for option in ("-o", "--json", "--html") if option in named]
+        assert [file for file in written if not (folder / file).exists()] == []
