@@ -214,8 +214,9 @@ def _quantized(name: str, values: Array, recipe: Recipe, kind: Kind | None, impo
     inputs = values.shape[1]
     block = recipe.block(inputs)
     if block is not None and inputs % block:
-        wrong = f"the {inputs} inputs of {name} are not whole blocks of {block}"
-        raise ExportError(f"{wrong}: keep it with --keep '{name}'")
+        raise ExportError(
+            f"the {inputs} inputs of {name} are not whole blocks of {block}: keep it with --keep '{name}'"
+        )
     offset = recipe.offset and kind == recipe.weights
     dtype = np.float16 if recipe.dtype == "float16" else np.float32
     return quantize_weight(values, kind, block=block, offset=offset, importance=importance, dtype=dtype)
