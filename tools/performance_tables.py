@@ -109,7 +109,7 @@ def categories(results: Sequence[Result]) -> str:
 
 
 def pass_costs(results: Sequence[Result]) -> str:
-    """Milliseconds of single passes by rows and width, the best of several."""
+    """Milliseconds of single passes by rows and width, the best of several, and the least that they could be."""
     reports = only(Report, results)
     widths = list(dict.fromkeys(cost.width for report in reports for cost in report.pass_costs))
     rows = [("tokens a row", *map(str, widths))]
@@ -118,6 +118,9 @@ def pass_costs(results: Sequence[Result]) -> str:
             best = {cost.width: cost.best_ms for cost in report.pass_costs if cost.batch == batch}
             label = f"{name_of(report)}, {batch} row{'s' if batch > 1 else ''}"
             rows.append((label, *(cell(best.get(width), ".1f") for width in widths)))
+            if report.roofline:
+                limits = [report.roofline.limit_ms(batch, width) if width in best else None for width in widths]
+                rows.append(("at least", *(cell(limit, ".1f") for limit in limits)))
     return pipe_table(rows)
 
 
