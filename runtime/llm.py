@@ -26,6 +26,7 @@ from specdec.engines.manifest import (
     NGRAM,
     EagleDrafter,
     LayerSkipDrafter,
+    Manifest,
     MedusaDrafter,
     ModelDrafter,
     Variant,
@@ -213,14 +214,9 @@ class LLM:
             yield Delta.since(row, known)
 
     def _choose_method(self) -> str | None:
-        method, known = self.speculative.method, self.manifest.methods()
+        method, known = self.speculative.method, known_methods(self.manifest)
         if method == "auto":
-            others = sorted(
-                self.manifest.drafters.keys() - {NGRAM}, key=lambda name: (PREFERRED.index(name.split(":")[0]), name)
-            )
-            return "+".join([*([NGRAM] if NGRAM in known else []), *others[:1]]) or None
-        if NGRAM in known:
-            known += [f"{NGRAM}+{other}" for other in known if other != NGRAM]
+            return auto_method(self.manifest)
         if method is not None and method not in known:
             raise RequestError(f"this bundle has no drafter {method!r}: choose one of {', '.join(['auto', *known])}")
         return method
@@ -296,3 +292,15 @@ class LLM:
             grammar=self._grammars.matcher(structured) if structured else None,
             watch=self.watch,
         )
+
+
+def known_methods(manifest: Manifest) -> list[str]:
+    """What `SpeculativeConfig.method` may name: how the bundle can draft, and n-grams before any other of these."""
+    known = manifest.methods()
+    return known + [f"{NGRAM}+{other}" for other in known if NGRAM in known and other != NGRAM]
+
+
+def auto_method(manifest: Manifest) -> str | None:
+    """What `auto` stands for: n-grams, if the bundle has them, and the preferred one of its other drafters."""
+    others = sorted(manifest.drafters.keys() - {NGRAM}, key=lambda name: (PREFERRED.index(name.split(":")[0]), name))
+    return "+".join([*([NGRAM] if NGRAM in manifest.drafters else []), *others[:1]]) or None

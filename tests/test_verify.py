@@ -492,7 +492,7 @@ def test_a_good_bundle_passes(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, *FEW)
     first, second, *_ = out.splitlines()
     assert (code, err) == (0, "")
-    assert first.startswith("Lossless: 27 distribution tests passed")
+    assert first.startswith("Lossless: 42 distribution tests passed")  # ngram, model, and both together
     assert second.startswith("Relative to the engine that verifies, which is its own reference: fp32 (fp32) on ONNX")
     assert "FAILED" not in out
     assert "a sound runtime fails here with probability 1e-06 at most" in out

@@ -27,6 +27,7 @@ from specdec.engines.manifest import read_manifest, verify_files
 from specdec.engines.prompts import PROMPTS
 from specdec.engines.registry import EngineConfig, backends, open_engine, open_heads, with_plans
 from specdec.runtime import LLM, SpeculativeConfig
+from specdec.runtime.llm import auto_method, known_methods
 from specdec.runtime.params import ACCEPTANCE_RULES, Acceptance, is_lossless
 from specdec.runtime.text import TextCodec
 from specdec.tools.faults import FAULTS, planted
@@ -92,8 +93,9 @@ class Verification:
         self.bundle = Path(args.bundle)
         self.manifest = read_manifest(self.bundle)
         self.variant = _chosen(args.variant, list(self.manifest.target.variants), "variant")
-        self.methods = [_chosen(name, self.manifest.methods(), "drafter") for name in args.method]
-        self.methods = self.methods or self.manifest.methods()
+        known, auto = known_methods(self.manifest), auto_method(self.manifest)
+        self.methods = [_chosen(name, known, "drafter") for name in args.method]
+        self.methods = self.methods or list(dict.fromkeys([*self.manifest.methods(), *([auto] if auto else [])]))
         self.size = QUICK if args.quick else FULL
         self.samples = _positive(args.samples, self.size.samples, "--samples")
         self.batches = sorted(set(args.batch_size or [1, min(4, self.manifest.limits.max_batch)]))
@@ -256,7 +258,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(PROG, "Check that speculation with a bundle is lossless, on this machine.", EXAMPLES)
     parser.add_argument("bundle", metavar="BUNDLE", help="folder made by specdec-export")
     what = parser.add_argument_group("what is checked")
-    what.add_argument("--method", action="append", default=[], metavar="M", help="a drafter; repeatable (default: all)")
+    what.add_argument("--method", action="append", default=[], metavar="M", help="a drafter, or ngram+DRAFTER; "
+                      "repeatable (default: all, and what auto takes)")  # fmt: skip
     what.add_argument("--acceptance", action="append", choices=ACCEPTANCE_RULES, metavar="RULE", help="how drafts are "
                       "verified: block, token, coupled; repeatable (default: all that are lossless)")  # fmt: skip
     what.add_argument("--batch-size", action="append", type=int, metavar="N", help="repeatable (default: 1 and 4)")
