@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec.engines.chunk import RowInput
 from specdec.engines.contract import FloatArray
-from specdec.engines.errors import BusyError, DeadEndError
+from specdec.engines.errors import DeadEndError
 from specdec.runtime.accept import Accepted, accept_block, accept_matching, accept_tokens, accept_typical
 from specdec.runtime.drafters.base import Drafter
 from specdec.runtime.kv import PREFILL_WIDTH, CachedModel, KVBudget
@@ -34,7 +34,6 @@ class Scheduler:
 
     `prefill_tokens`: of prompts, a round at most, as long as other rows wait for it: a long prompt does not stall them.
     `budget`: bytes that caches may take; a row joins when all that run with it can grow to their ends. None: no limit.
-    `most_waiting`: rows that may wait.
     `prefixes`: what rows that ended leave to rows that begin alike, of these very models alone; None: nothing. Where no
     pass changes a bit (`exact`), neither does that. Elsewhere the cache of an earlier answer may have been written by
     other kernels than a prefill's: it is the target's own of the same tokens still, and near-ties may fall differently.
@@ -49,13 +48,12 @@ class Scheduler:
         *,
         prefill_tokens: int = PREFILL_TOKENS,
         budget: KVBudget | None = None,
-        most_waiting: int | None = None,
         prefixes: PrefixStore | None = None,
     ) -> None:
         self._target = target
         self._drafter = drafter
         self._prefill_tokens = prefill_tokens
-        self._budget, self._most_waiting = budget, most_waiting
+        self._budget = budget
         self._prefixes = prefixes
         self._waiting: deque[Row] = deque()
         self._rows: list[Row] = []
@@ -76,11 +74,9 @@ class Scheduler:
         return tuple(self._rows)
 
     def submit(self, row: Row) -> None:
-        """Let `row` wait for its turn. Raises `RequestError` when it can never fit, `BusyError` when too many wait."""
+        """Let `row` wait for its turn. Raises `RequestError` when it can never fit."""
         if self._budget is not None:
             self._budget.check(row)
-        if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
-            raise BusyError(f"{len(self._waiting)} requests wait already: try again later")
         self._waiting.append(row)
 
     def step(self) -> list[Row]:

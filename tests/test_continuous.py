@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specdec.engines.contract import Chunk, FloatArray
-from specdec.engines.errors import BusyError, DeadEndError, EngineError, RequestError
+from specdec.engines.errors import DeadEndError, EngineError, RequestError
 from specdec.runtime.drafters.fallback import FallbackDrafter
 from specdec.runtime.drafters.growth import StaticShape
 from specdec.runtime.drafters.model import ModelDrafter
@@ -210,16 +210,6 @@ def test_rows_join_when_all_can_grow_to_their_ends_within_the_budget() -> None:
         scheduler_of("plain", engine, budget=KVBudget(spec.kv_bytes(1, 128), [spec], spare=4)).submit(
             make_row([1, 2, 3], max_length=200, max_new_tokens=190)
         )
-
-
-def test_a_full_queue_refuses() -> None:
-    scheduler = scheduler_of("plain", max_rows=1, most_waiting=2)
-    scheduler.submit(make_row([1]))
-    scheduler.step()
-    scheduler.submit(make_row([1]))
-    scheduler.submit(make_row([1]))
-    with pytest.raises(BusyError, match="2 requests wait already"):
-        scheduler.submit(make_row([1]))
 
 
 def test_buffers_shrink_when_long_rows_have_left() -> None:
