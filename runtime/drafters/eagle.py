@@ -78,10 +78,11 @@ class EagleDrafter(ModelDrafter):
         self._take_in(index, row, max(len(self._features[index]) - 1, 0))
 
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
-        """See `Drafter.commit`: pairs of what was drafted go, the target's features for what was kept have come."""
+        """See `Drafter.commit`: pairs of what was drafted go. The target keeps its states until they are to be fed."""
         self._model.lens[index] -= self._drafted[index]
         self._drafted[index] = 0
-        self._learn(index, row)
+        if not self._fits(row):
+            self._learn(index, row)
 
     def release(self, index: int, row: Row) -> None:
         """See `Drafter.release`."""
@@ -93,6 +94,7 @@ class EagleDrafter(ModelDrafter):
     def save(self, index: int, row: Row, count: int) -> SavedPairs:
         """See `Drafter.save`: pairs in the cache, and the features that are to be fed, of `count` tokens together."""
         self.commit(index, row, ())
+        self._learn(index, row)
         kv = self._saved(index, count)
         left = count if kv is None else count - kv.shape[2]
         return SavedPairs(kv, self._features[index][:left].copy())
@@ -125,6 +127,7 @@ class EagleDrafter(ModelDrafter):
         self._features[index] = np.concatenate([self._features[index], features]) if self._fits(row) else features[:0]
 
     def _take_in(self, index: int, row: Row, count: int) -> None:
+        self._learn(index, row)
         features, self._features[index] = np.split(self._features[index], [count])
         self._model.prefill(index, self._unseen(index, row)[:count], features)
 
@@ -133,6 +136,7 @@ class EagleDrafter(ModelDrafter):
         if not tree.frontier:
             return fed
         if tree.frontier == [ROOT]:
+            self._learn(index, row)
             return replace(fed, features=self._features[index])
         features = np.zeros((len(fed.tokens), self._model.engine.spec.features), np.float32)
         for place, parent in enumerate(tree.parents[len(tree) - len(fed.tokens) :]):
