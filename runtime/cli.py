@@ -14,11 +14,10 @@ import msgspec
 from specdec.engines.command import CommandParser, check_folders, run_command
 from specdec.engines.errors import RequestError
 from specdec.engines.files import replace_file
-from specdec.engines.registry import EngineConfig, backends
-from specdec.runtime.config import TREES, SpeculativeConfig
 from specdec.runtime.controller import Plan
 from specdec.runtime.grammar import StructuredOutputsParams
-from specdec.runtime.llm import LLM, Mode
+from specdec.runtime.llm import LLM
+from specdec.runtime.model_options import add_model_options, open_model
 from specdec.runtime.params import ACCEPTANCE_RULES, SamplingParams
 
 PROG = "specdec-generate"
@@ -59,15 +58,8 @@ def _generate(args: argparse.Namespace) -> int:
         seed=args.seed,
         stop=tuple(args.stop),
     )
-    speculative = SpeculativeConfig(
-        method=None if args.no_speculation else args.method,
-        num_speculative_tokens=args.num_speculative_tokens,
-        tree=args.tree,
-    )
     text = _prompt(args.prompt)
-    engine = EngineConfig(backend=args.backend, provider=args.provider, threads=args.threads)
-    mode: Mode | None = "fast" if args.fast else None
-    with LLM(args.bundle, speculative=speculative, variant=args.variant, mode=mode, engine=engine) as llm:
+    with open_model(args) as llm:
         chat = llm.text.has_chat_template if args.chat is None else args.chat
         prompt = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
         plans = _watched(llm) if args.trace else []
@@ -132,7 +124,7 @@ def _prompt(text: str) -> str:
 def _parser() -> CommandParser:
     defaults: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
     parser = CommandParser(PROG, "Generate text from a bundle, with speculative decoding.", EXAMPLES)
-    parser.add_argument("bundle", metavar="BUNDLE", help="folder made by specdec-export")
+    speculation = add_model_options(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", required=True, help='prompt; "-" reads standard input')
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", action="store_true", default=None, help="one user turn through the chat template "
@@ -155,28 +147,12 @@ def _parser() -> CommandParser:
     form.add_argument("--regex", metavar="PATTERN", help="the answer matches this regular expression")
     form.add_argument("--grammar", metavar="FILE", help="the answer is of this Lark grammar")
 
-    speculation = parser.add_argument_group("speculation")
-    speculation.add_argument("--method", default="auto", help="a drafter of the bundle, or ngram+DRAFTER (default "
-                             "auto: the best that there is, as far as it pays)")  # fmt: skip
-    speculation.add_argument("--num-speculative-tokens", type=int, metavar="K", help="most draft tokens a round")
-    speculation.add_argument("--tree", choices=TREES, default="chain", help="shape of the drafts; trees "
-                             "are lossless in law, not in bits (default %(default)s)")  # fmt: skip
     speculation.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default=defaults["acceptance"],
                              help="how sampled drafts are verified: with coupled a seed gives the same text with and "
                              "without speculation; lossy-typical is lossy (default: coupled with --seed, else block)"
                              )  # fmt: skip
     speculation.add_argument("--trace", metavar="FILE", type=Path, help="write what was planned, and what each kind of "
                              "round promised (tokens a millisecond): a line of JSON a round")  # fmt: skip
-    speculation.add_argument("--no-speculation", action="store_true", help="plain decoding")
-    speculation.add_argument("--fast", action="store_true", help="allow one-token passes: faster plain decoding, gives "
-                             "up bit equality with speculation and batches")  # fmt: skip
-
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--variant", help="precision of the target (default: the bundle's first)")
-    engine.add_argument("--backend", default="ort", help=f"{' | '.join(backends())} (default %(default)s)")
-    engine.add_argument("--provider", default="cpu", help="of ort: cpu, cuda, tensorrt, ... (default %(default)s)")
-    engine.add_argument("--threads", type=int, help="threads of the engine (default: one per core)")
-
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
     return parser
 

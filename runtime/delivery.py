@@ -13,29 +13,47 @@ from typing import Self
 from uuid import uuid4
 
 from specdec.engines.errors import RequestError
-from specdec.runtime.request import FinishReason, RequestOutput, Row
+from specdec.runtime.request import FinishReason, Origin, RequestOutput, Row
+from specdec.runtime.sampling import Logprob
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one round, or several in a row, added to an answer. `output` is set on the last one."""
+    """What one round, or several in a row, added to an answer. `output` is set on the last one.
+
+    For each of `token_ids` there are the `origins` (`Round.origins`), the `ends` (characters of the whole answer's text
+    up to it, as far as the text is known) and, when the request asked for them, the `logprobs`. The text may lag
+    behind its tokens, while it could still become part of a stop string or of a character.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     output: RequestOutput | None
+    origins: tuple[Origin, ...] = ()
+    ends: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
 
     @classmethod
     def since(cls, row: Row, known: int) -> Self:
         """What came to `row` since it had `known` tokens, prompt included; takes its text, so call it once a round."""
-        reason = row.finish_reason
+        reason, token_ids, done = row.finish_reason, tuple(row.tokens[known:]), known - len(row.prompt)
         text = row.stream.delta(last=reason is not None)
-        return cls(text, tuple(row.tokens[known:]), reason, row.output() if reason else None)
+        origins = row.stats.history[-1].origins()[: len(token_ids)] if token_ids else ()
+        output = row.output() if reason else None
+        return cls(text, token_ids, reason, output, origins, row.ends(done), tuple(row.logprobs[done:]))
 
     def joined(self, later: "Delta") -> "Delta":
         """This delta and the one that follows it, as one."""
-        text, token_ids = self.text + later.text, self.token_ids + later.token_ids
-        return Delta(text, token_ids, later.finish_reason, later.output)
+        return Delta(
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            later.finish_reason,
+            later.output,
+            self.origins + later.origins,
+            self.ends + later.ends,
+            self.logprobs + later.logprobs,
+        )
 
 
 class Mailbox:

@@ -17,6 +17,7 @@ from specdec.runtime.request import FinishReason, Row
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `Metrics.render`, for HTTP
 LATENCIES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
+TOKENS = tuple(float(2**n) for n in range(18))
 LENGTHS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 
 
@@ -62,6 +63,11 @@ class Counter(Metric):
         """The sum of label value `of`."""
         with self._lock:
             return self._sums.get(of, 0.0)
+
+    def values(self) -> dict[str, float]:
+        """The sums by label value; without a label there is one, of the empty text."""
+        with self._lock:
+            return dict(self._sums)
 
     def _samples(self) -> Iterator[tuple[str, float]]:
         for value, total in self._sums.items():
@@ -123,8 +129,16 @@ class Histogram(Metric):
         with self._lock:
             return self._sum
 
+    def buckets(self) -> list[tuple[str, int]]:
+        """Upper bounds as Prometheus writes them, the last one infinite, and how many values were not above each."""
+        with self._lock:
+            return [(_number(bound), count) for bound, count in self._cumulative()]
+
+    def _cumulative(self) -> Iterator[tuple[float, int]]:
+        return zip(self._bounds, accumulate(self._counts), strict=True)
+
     def _samples(self) -> Iterator[tuple[str, float]]:
-        for bound, count in zip(self._bounds, accumulate(self._counts), strict=True):
+        for bound, count in self._cumulative():
             yield f'_bucket{{le="{_number(bound)}"}}', count
         yield "_sum", self._sum
         yield "_count", sum(self._counts)
@@ -147,6 +161,12 @@ class Metrics:
             "specdec:kv_cache_bytes", "Bytes that the caches of running requests may grow to, the draft's included."
         )
         self.prompt_tokens_total = Counter("specdec:prompt_tokens_total", "Prompt tokens of requests that were begun.")
+        self.prefix_cache_queries_total = Counter(
+            "specdec:prefix_cache_queries_total", "Prompt tokens that were looked for in the caches of earlier texts."
+        )
+        self.prefix_cache_hits_total = Counter(
+            "specdec:prefix_cache_hits_total", "Prompt tokens whose cache an earlier text had left."
+        )
         self.generation_tokens_total = Counter("specdec:generation_tokens_total", "Tokens that were generated.")
         self.request_success_total = Counter(
             "specdec:request_success_total",
@@ -157,11 +177,25 @@ class Metrics:
         self.rounds_total = Counter(
             "specdec:rounds_total", "Target passes of requests; one for n requests together counts n times."
         )
+        self.spec_decode_num_drafts_total = Counter(
+            "specdec:spec_decode_num_drafts_total", "Drafts that were verified: rounds of requests with one."
+        )
         self.spec_decode_num_draft_tokens_total = Counter(
             "specdec:spec_decode_num_draft_tokens_total", "Tokens that were drafted and verified."
         )
         self.spec_decode_num_accepted_tokens_total = Counter(
             "specdec:spec_decode_num_accepted_tokens_total", "Drafted tokens that were accepted and emitted."
+        )
+        self.spec_decode_num_accepted_tokens_per_pos_total = Counter(
+            "specdec:spec_decode_num_accepted_tokens_per_pos_total",
+            "Drafts that were kept to a position, the first one being 0, and beyond.",
+            "position",
+        )
+        self.request_prompt_tokens = Histogram(
+            "specdec:request_prompt_tokens", "Prompt tokens of requests with an answer.", TOKENS
+        )
+        self.request_generation_tokens = Histogram(
+            "specdec:request_generation_tokens", "Generated tokens of requests with an answer.", TOKENS
         )
         self.request_queue_time_seconds = Histogram(
             "specdec:request_queue_time_seconds", "From submission until a row was free.", LATENCIES
@@ -203,6 +237,10 @@ class Recorder:
             self._record_times(stats.new_tokens - self._tokens, now)
         metrics.generation_tokens_total.inc(stats.new_tokens - self._tokens)
         metrics.rounds_total.inc(stats.rounds - self._rounds)
+        for each in stats.history[self._rounds :]:
+            metrics.spec_decode_num_drafts_total.inc(each.depth > 0)
+            for position in range(each.kept):
+                metrics.spec_decode_num_accepted_tokens_per_pos_total.inc(of=str(position))
         metrics.spec_decode_num_draft_tokens_total.inc(stats.draft_tokens_proposed - self._proposed)
         metrics.spec_decode_num_accepted_tokens_total.inc(stats.draft_tokens_accepted - self._accepted)
         self._tokens, self._rounds = stats.new_tokens, stats.rounds
@@ -212,6 +250,8 @@ class Recorder:
         if reason in ("stop", "length"):
             metrics.e2e_request_latency_seconds.observe(now - self._row.submitted)
             metrics.request_mean_accepted_length.observe(stats.mean_accepted_length)
+            metrics.request_prompt_tokens.observe(stats.prompt_tokens)
+            metrics.request_generation_tokens.observe(stats.new_tokens)
 
     def _record_times(self, tokens: int, now: float) -> None:
         """Count when the `tokens` of a round came."""
@@ -220,6 +260,8 @@ class Recorder:
             metrics.inter_token_latency_seconds.observe((now - self._last) / tokens, tokens)
         else:
             metrics.prompt_tokens_total.inc(stats.prompt_tokens)
+            metrics.prefix_cache_queries_total.inc(stats.prompt_tokens)
+            metrics.prefix_cache_hits_total.inc(stats.reused_tokens)
             metrics.request_queue_time_seconds.observe(stats.queue_ms / 1000)
             metrics.time_to_first_token_seconds.observe(stats.ttft_ms / 1000)
         self._last = now

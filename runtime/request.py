@@ -21,6 +21,7 @@ from specdec.runtime.text import TextStream
 
 Prompt = str | Sequence[int]
 FinishReason = Literal["stop", "length", "abort", "error"]
+Origin = Literal["accepted", "corrected", "bonus", "plain"]  # of a token: see `Round.origins`
 Watch = Callable[[Sequence[int], FloatArray], None]  # (all tokens before an emitted one, logits [V] it was chosen from)
 
 
@@ -34,6 +35,16 @@ class Round(NamedTuple):
     depth: int
     kept: int
     ms: float
+
+    def origins(self) -> tuple[Origin, ...]:
+        """How its tokens came to be: accepted drafts, and the target's own.
+
+        That is corrected in place of a draft token that the target did not say, a bonus after a draft that was kept to
+        its end, plain in a round without a draft.
+        """
+        own: Origin = "plain" if not self.depth else "bonus" if self.kept == self.depth else "corrected"
+        drafted: Origin = "accepted"
+        return (drafted,) * self.kept + (own,)
 
 
 @dataclass(slots=True)
@@ -112,7 +123,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request."""
+    """A finished request. `ends`: for each token, how many characters `text` has with it."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -120,6 +131,12 @@ class RequestOutput:
     finish_reason: FinishReason
     logprobs: tuple[Logprob, ...] | None
     stats: Stats
+    ends: tuple[int, ...] = ()
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """How each token came to be; the answer may end within its last round."""
+        return tuple(origin for each in self.stats.history for origin in each.origins())[: len(self.token_ids)]
 
 
 @dataclass(slots=True, eq=False)
@@ -254,7 +271,13 @@ class Row:
             finish_reason=self.finish_reason,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             stats=self.stats,
+            ends=self.ends(),
         )
+
+    def ends(self, since: int = 0) -> tuple[int, ...]:
+        """Of the answer's tokens from `since` on: see `TextStream.ends`. An end token adds nothing to the text."""
+        found = self.stream.ends[since:]
+        return (*found, *[len(self.stream.text)] * (len(self.tokens) - len(self.prompt) - since - len(found)))
 
     def _end(self, token: int) -> FinishReason | None:
         if token in self.eos_token_ids and not self.params.ignore_eos:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.engines.errors import BundleError, RequestError
 from specdec.engines.manifest import Tokenizer as TokenizerRecord
+from specdec.runtime.vocabulary import TokenBytes
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from jinja2 import Environment, Template
     from tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
@@ -43,7 +45,8 @@ class TextCodec:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids of `text`; `special` adds what the tokenizer adds around a text (such as a begin token)."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        # not `encode`, which stops all other threads meanwhile
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def bad_words(self, words: Sequence[str | tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of `words`: a text is written as at the start of a line, and as after a space."""
@@ -67,8 +70,8 @@ class TextCodec:
         if self._template is None:
             raise RequestError("this bundle has no chat template: use raw prompts (--raw)")
         try:
-            template = _template_environment().from_string(self._template)
-            return template.render(messages=messages, add_generation_prompt=True, **self._record.special_tokens)
+            special = self._record.special_tokens
+            return self._compiled.render(messages=messages, add_generation_prompt=True, **special)
         except RequestError:
             raise
         except Exception as exc:  # a template is foreign code and raises what it likes
@@ -79,6 +82,15 @@ class TextCodec:
         if self._template is None:
             return self.encode(text, special=True)
         return self.encode(self.render_chat([{"role": "user", "content": text}]), special=False)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Bytes of single tokens."""
+        return TokenBytes(self._tokenizer)
+
+    @cached_property
+    def _compiled(self) -> Template:
+        return _template_environment().from_string(self._template or "")
 
     def stream(self, stop: Sequence[str]) -> TextStream:
         """Start the text of one answer."""
@@ -110,6 +122,9 @@ class TextStream:
     Each step decodes the last few tokens with those before them as context, and hands out what the new ones add once it
     ends in a whole character. Where later bytes change how earlier ones are read (malformed UTF-8 of a byte-fallback
     vocabulary), the text that was handed out stands.
+
+    `ends`: for each token the length of the text with it, as far as it is known: a token that only begins a character
+    ends where the text did. What is held back counts; when a stop string cuts it, no end lies behind the cut.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
@@ -120,6 +135,7 @@ class TextStream:
         self._done = 0  # tokens up to here are in the text
         self._emitted = 0  # characters handed out
         self.text = ""
+        self.ends: list[int] = []
         self.stopped = False
 
     def push(self, token: int) -> None:
@@ -129,11 +145,13 @@ class TextStream:
         if new and not new.endswith("\ufffd"):
             self._context, self._done = self._done, len(self._ids)
             self._append(new)
+        self.ends.append(len(self.text))
 
     def finish(self) -> None:
         """Add what was held back (an unfinished character), unless a stop string has cut the text."""
         if not self.stopped:
             self._append(self._new_text())
+        self.ends[-1:] = [len(self.text)] if self.ends else []
 
     def delta(self, *, last: bool) -> str:
         """Return text that is not handed out yet and is certain (all of it when `last`)."""
@@ -158,6 +176,7 @@ class TextStream:
         starts = [position for position in found if position >= 0]
         if starts:
             self.text = self.text[: min(starts)]
+            self.ends = [min(end, len(self.text)) for end in self.ends]
             self.stopped = True
 
     def _undecided(self) -> int:

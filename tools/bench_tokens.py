@@ -5,14 +5,12 @@ Pure: rounds and pieces of text in, marked tokens out.
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Literal
 
 import msgspec
 
-from specdec.runtime.request import Round
+from specdec.runtime.request import Origin, Round
 
-Kind = Literal["accepted", "corrected", "bonus", "plain"]
-KINDS: dict[Kind, str] = {
+KINDS: dict[Origin, str] = {
     "accepted": "drafted, and what the target says as well",
     "corrected": "the target's own, in place of a drafted token that it did not say",
     "bonus": "the target's own, after a draft that was kept to its end",
@@ -24,7 +22,7 @@ class Token(msgspec.Struct, frozen=True):
     """A token of an answer. `place`: in its round, from 1; `depth`: drafted tokens of that round."""
 
     text: str
-    kind: Kind
+    kind: Origin
     place: int
     depth: int
 
@@ -39,7 +37,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     rounds: tuple[tuple[Token, ...], ...]
     accepted_length: float
 
-    def count(self, kind: Kind) -> int:
+    def count(self, kind: Origin) -> int:
         """Tokens of a kind."""
         return sum(token.kind == kind for tokens in self.rounds for token in tokens)
 
@@ -54,6 +52,5 @@ def marked(history: Sequence[Round], pieces: Sequence[str]) -> tuple[tuple[Token
 
 
 def _of_round(each: Round, pieces: Iterator[str]) -> Iterator[Token]:
-    own: Kind = "plain" if not each.depth else "bonus" if each.kept == each.depth else "corrected"
-    for place, text in enumerate(pieces, 1):
-        yield Token(text, "accepted" if place <= each.kept else own, place, each.depth)
+    for place, (text, origin) in enumerate(zip(pieces, each.origins(), strict=False), 1):  # the end may cut a round
+        yield Token(text, origin, place, each.depth)
