@@ -173,7 +173,8 @@ async def _refuse_body(request: Request, error: Exception) -> Response:
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    raise ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_such_route")
+    code = "no_such_route" if error.status_code in (404, 405) else "invalid_json"
+    raise ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code)
 
 
 def _page(page: str) -> tuple[str, dict[str, str]]:

@@ -84,8 +84,12 @@ def path_of(location: Iterable[str | int]) -> str:
 
     Those are types, such as `str` and `list[TextPart]`, or stand in brackets.
     """
-    path = ""
+    path, before = "", None
     for part in location:
+        if before == "response_format":  # its type
+            before = part
+            continue
+        before = part
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part not in ("str", "int"):

@@ -24,7 +24,15 @@ LAST_SECONDS = 5  # for what drained requests still have to send
 class Server(uvicorn.Server):
     """uvicorn's, which drains a backend when it is told to stop, and ends at the second signal, whichever it is."""
 
-    def __init__(self, config: uvicorn.Config, backend: Backend) -> None:
+    def __init__(self, backend: Backend) -> None:
+        config = uvicorn.Config(
+            create_app(backend),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(backend.options.drain_seconds) + LAST_SECONDS,
+        )
         super().__init__(config)
         self._backend = backend
 
@@ -57,15 +65,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def serve(open_llm: Callable[[], LLM], backend: Backend, sock: socket.socket) -> None:
     """Serve on `sock` until a signal comes; the model is loaded meanwhile. Raises what `open_llm` raises."""
-    config = uvicorn.Config(
-        create_app(backend),
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(backend.options.drain_seconds) + LAST_SECONDS,
-    )
-    server = Server(config, backend)
+    server = Server(backend)
     host, port = sock.getsockname()[:2]
     log("listening", url=f"http://{f'[{host}]' if ':' in host else host}:{port}/")
     serving = asyncio.create_task(server.serve([sock]))

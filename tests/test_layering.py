@@ -17,11 +17,12 @@ LAYERS = {
     "engines": {"engines"},
     "export": {"export", "engines"},
     "runtime": {"runtime", "engines"},
+    "serve": {"serve", "runtime", "engines"},
     "tools": {"tools", "runtime", "export", "engines"},
     "train": {"train", "runtime", "export", "engines"},
 }
 # Never in these layers, not even lazily: the lean runtime must work without them.
-LEAN_LAYERS = {"engines", "runtime"}
+LEAN_LAYERS = {"engines", "runtime", "serve"}
 OFFLINE = {
     *("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "gguf", "accelerate", "safetensors"),
     *("huggingface_hub", "rich"),
@@ -31,7 +32,7 @@ VENDORS = {"onnxruntime", "tensorrt", "tensorrt_rtx", "tensorrt_llm", "cuda", "p
 # The exceptions: each is one vendor's boundary, and may itself only be imported inside a function.
 BOUNDARIES = {"specdec.engines.ort": "onnxruntime"}
 # Never while a module of these layers is being imported; `export` exists to use them.
-LIGHT_LAYERS = {"engines", "runtime", "tools"}
+LIGHT_LAYERS = {"engines", "runtime", "serve", "tools"}
 
 MAX_LINES = 300
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("engines", "export", "runtime", "tools", "train")
+FOLDERS = ("engines", "export", "runtime", "serve", "tools", "train")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 IMPORT_SECONDS = 1.0  # what `import specdec.runtime` may take
 
@@ -114,7 +114,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
             assert f"specdec/{path.relative_to(ROOT).as_posix()}" in names
     for package in packages_on_disk():
         assert f"{package.replace('.', '/')}/py.typed" in names
-    assert "specdec/tools/bench.html.jinja" in names
+    assert {"specdec/tools/bench.html.jinja", "specdec/serve/page.html"} <= set(names)
     assert not [name for name in names if "examples" in name or "fastapi" in name]
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
