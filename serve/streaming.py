@@ -15,7 +15,7 @@ from specdec.runtime.delivery import Delta, Stream
 from specdec.runtime.request import RequestOutput
 from specdec.serve.answers import encode
 from specdec.serve.backend import Backend
-from specdec.serve.errors import ApiError, draining
+from specdec.serve.errors import ApiError, draining, internal
 from specdec.serve.formats import Format
 
 ERROR_SECONDS = 1.0  # for the event that tells of a missed deadline, to a reader that may be the reason
@@ -93,10 +93,10 @@ class EventStream(Response):
         self._backend, self._deadline, self._told = backend, deadline, told
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything. Raises `ApiError` as long as nothing was sent, `ClientGoneError`."""
-        await while_connected(receive, self._send_all(send))
+        """Send everything. Raises what fails before anything was sent, `ClientGoneError`, and what nobody foresaw."""
+        await while_connected(receive, self._send_all(send, scope["state"]["request_id"]))
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, request_id: str) -> None:
         begun = False
         try:
             async with self._deadline.kept(), aclosing(self._events()) as events:
@@ -105,17 +105,21 @@ class EventStream(Response):
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await _send_event(send, event)
-        except ApiError as exc:
+        except Exception as exc:
             if not begun:
                 raise
+            error = exc if isinstance(exc, ApiError) else internal(request_id)
             try:
                 async with asyncio.timeout(ERROR_SECONDS):
-                    await _send_event(send, exc.body)
+                    await _send_event(send, error.body)
             except TimeoutError:
                 raise ClientGoneError from exc
+            await _send_end(send)
+            if error is not exc:
+                raise
         else:
             self._told(self._in_order())
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await _send_end(send)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """The data of all events."""
@@ -159,6 +163,10 @@ async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta],
 
 async def _send_event(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+
+async def _send_end(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _finished(output: RequestOutput) -> RequestOutput:
