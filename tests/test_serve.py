@@ -1,9 +1,11 @@
 """The server as OpenAI's own client sees it, over a real socket."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -349,3 +351,24 @@ def test_empty_prompts_and_impossible_terms(client: OpenAI) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match="no token is possible"):
             client.completions.create(model=MODEL, prompt=PROMPT, extra_body=dead, stream=stream)
+
+
+def test_the_schema_says_what_is_taken_and_sent(llm: LLM) -> None:
+    """Every reference leads somewhere, requests list their fields, and no field is taken that is not listed."""
+    with served(llm) as server:
+        schema = httpx.get(f"{server.url}/openapi.json").json()
+    parts = schema["components"]["schemas"]
+    references = set(re.findall(r'"\$ref": ?"#/components/schemas/([^"]+)"', json.dumps(schema)))
+    assert references
+    assert references <= parts.keys()
+    asked = ("/v1/chat/completions", "/v1/completions")
+    assert {"/v1/models", "/health", "/ready", "/metrics", *asked} <= schema["paths"].keys()
+    for name, fields in (("ChatRequest", {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}),
+                         ("CompletionRequest", {"prompt", "max_tokens", "logprobs"})):  # fmt: skip
+        assert parts[name]["additionalProperties"] is False
+        fields |= {"model", "temperature", "response_format", "seed", "stream"}
+        assert fields <= parts[name]["properties"].keys()
+    for path in asked:
+        answers = schema["paths"][path]["post"]["responses"]
+        assert {"200", "400", "401", "413", "429", "500", "503", "504"} <= answers.keys()
+        assert answers["429"]["content"]["application/json"]["schema"]["$ref"].endswith("/Error")
