@@ -91,6 +91,11 @@ def test_deltas_add_up_to_the_output(plain: LLM) -> None:
                 assert sum((delta.token_ids for delta in deltas), ()) == output.token_ids == tokens_of(plain, prompt)
                 assert output.logprobs is not None
                 assert len(output.logprobs) == 24
+                assert sum((delta.logprobs for delta in deltas), ()) == output.logprobs
+                assert sum((delta.origins for delta in deltas), ()) == output.origins == ("plain",) * 24
+                assert [len(delta.ends) for delta in deltas] == [len(delta.token_ids) for delta in deltas]
+                assert output.ends[-1] == len(output.text)
+                assert list(output.ends) == sorted(output.ends)
             assert len({stream.request_id for stream in streams}) == len(PROMPTS)
             assert (await streams[0].result()).token_ids == tokens_of(plain, PROMPTS[0]), "read to its end before"
 

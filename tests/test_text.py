@@ -8,7 +8,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from specdec.engines.errors import BundleError, RequestError
 from specdec.engines.manifest import Tokenizer as TokenizerRecord
+from specdec.runtime.request import Round
 from specdec.runtime.text import TextCodec, TextStream
+from specdec.runtime.vocabulary import TokenBytes
 from support.bundles import tiny_tokenizer
 from support.rows import letters
 
@@ -67,6 +69,48 @@ def test_a_character_of_several_tokens_appears_when_it_is_whole() -> None:
         text.push(token)
         deltas.append(text.delta(last=False))
     assert deltas == ["", "é", "!"]
+
+
+def test_each_token_knows_where_the_text_stands_with_it() -> None:
+    """A character's first bytes end where the text did; a stop string cuts the ends behind it as well."""
+    tokenizer = tiny_tokenizer()
+    text = TextStream(tokenizer, ())
+    for token in tokenizer.encode("aé!", add_special_tokens=False).ids:
+        text.push(token)
+    assert text.ends == [1, 1, 2, 3]
+    cut = stream(("bcd",))
+    push(cut, "abcd")
+    assert cut.ends == [1, 1, 1, 1]
+    unfinished = TextStream(tokenizer, ())
+    for token in tokenizer.encode("aé", add_special_tokens=False).ids[:-1]:
+        unfinished.push(token)
+    unfinished.finish()
+    assert unfinished.ends == [1, 2]
+
+
+def test_bytes_of_tokens_are_those_of_the_text() -> None:
+    tokenizer = tiny_tokenizer()
+    of = TokenBytes(tokenizer)
+    for text in ("the quick brown fox", "né€x 🙂\n\ttab", "def add(a, b):"):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert b"".join(of[token] for token in ids) == text.encode()
+    assert of[10**6] == b""
+    fallback = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256}, []))
+    fallback.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    assert [TokenBytes(fallback)[token] for token in (0xE2, 0x41, 256)] == [b"\xe2", b"A", b" a"]
+
+
+@pytest.mark.parametrize(
+    ("depth", "kept", "origins"),
+    [
+        (0, 0, ["plain"]),
+        (3, 0, ["corrected"]),
+        (3, 2, ["accepted", "accepted", "corrected"]),
+        (2, 2, ["accepted", "accepted", "bonus"]),
+    ],
+)
+def test_a_round_says_how_its_tokens_came_to_be(depth: int, kept: int, origins: list[str]) -> None:
+    assert list(Round(depth, kept, 1.0).origins()) == origins
 
 
 def test_an_unfinished_character_is_shown_at_the_end_as_the_tokenizer_shows_it() -> None:
