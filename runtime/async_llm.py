@@ -24,8 +24,9 @@ from specdec.runtime.delivery import Delta, Mailbox, Stream
 from specdec.runtime.llm import LLM
 from specdec.runtime.metrics import Metrics, Recorder
 from specdec.runtime.params import SamplingParams
-from specdec.runtime.request import Prompt, RequestOutput, Row
+from specdec.runtime.request import RequestOutput, Row
 from specdec.runtime.scheduler import PREFILL_TOKENS, Scheduler
+from specdec.runtime.text import Prompt
 
 MOST_WAITING = 256
 

@@ -23,10 +23,8 @@ from specdec.engines.manifest import (
     BESIDE,
     BLOCKWISE,
     MEDUSA,
-    NGRAM,
     EagleDrafter,
     LayerSkipDrafter,
-    Manifest,
     MedusaDrafter,
     ModelDrafter,
     Variant,
@@ -48,13 +46,12 @@ from specdec.runtime.drafters.opening import (
 )
 from specdec.runtime.grammar import GrammarCompiler
 from specdec.runtime.kv import CachedModel, KVBudget
+from specdec.runtime.methods import auto_method, known_methods
 from specdec.runtime.params import SamplingParams
 from specdec.runtime.prefixes import PrefixStore
-from specdec.runtime.request import Prompt, RequestOutput, Row, Watch, as_batch
+from specdec.runtime.request import RequestOutput, Row, Watch
 from specdec.runtime.scheduler import PREFILL_TOKENS, Scheduler
-from specdec.runtime.text import Message, TextCodec
-
-PREFERRED = ("eagle", MEDUSA, "model", "layerskip")  # of a bundle's drafters, by `auto`: docs/performance.md
+from specdec.runtime.text import Message, Prompt, TextCodec, as_batch
 
 Mode = Literal["exact", "fast"]
 Opener = Callable[[Path, ModelSpec, EngineConfig | None], Engine]
@@ -292,15 +289,3 @@ class LLM:
             grammar=self._grammars.matcher(structured) if structured else None,
             watch=self.watch,
         )
-
-
-def known_methods(manifest: Manifest) -> list[str]:
-    """What `SpeculativeConfig.method` may name: how the bundle can draft, and n-grams before any other of these."""
-    known = manifest.methods()
-    return known + [f"{NGRAM}+{other}" for other in known if NGRAM in known and other != NGRAM]
-
-
-def auto_method(manifest: Manifest) -> str | None:
-    """What `auto` stands for: n-grams, if the bundle has them, and the preferred one of its other drafters."""
-    others = sorted(manifest.drafters.keys() - {NGRAM}, key=lambda name: (PREFERRED.index(name.split(":")[0]), name))
-    return "+".join([*([NGRAM] if NGRAM in manifest.drafters else []), *others[:1]]) or None

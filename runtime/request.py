@@ -10,16 +10,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from specdec.engines.contract import FloatArray
-from specdec.engines.errors import RequestError
 from specdec.runtime.chance import PositionNoise, RandomDice, draw_without_replacement
 from specdec.runtime.params import Acceptance, SamplingParams, is_lossless
 from specdec.runtime.sampling import Grammar, LogitsPipeline, Logprob
 from specdec.runtime.text import TextStream
 
-Prompt = str | Sequence[int]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Origin = Literal["accepted", "corrected", "bonus", "plain"]  # of a token: see `Round.origins`
 Watch = Callable[[Sequence[int], FloatArray], None]  # (all tokens before an emitted one, logits [V] it was chosen from)
@@ -286,19 +282,3 @@ class Row:
         if self.stream.stopped:
             return "stop"
         return "length" if self.remaining <= 0 else None
-
-
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of integers is one prompt of token ids; any other list is a batch."""
-    if isinstance(prompts, str):
-        return [prompts]
-    batch: list[Prompt] = []
-    tokens: list[int] = []
-    for item in prompts:
-        if isinstance(item, int | np.integer):
-            tokens.append(int(item))
-        else:
-            batch.append(item)
-    if tokens and batch:
-        raise RequestError("a list of prompts holds texts or lists of token ids, not single token ids")
-    return [tokens] if tokens else batch

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from specdec.engines.errors import BundleError, RequestError
 from specdec.engines.manifest import Tokenizer as TokenizerRecord
 from specdec.runtime.vocabulary import TokenBytes
@@ -22,6 +24,23 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
+Prompt = str | Sequence[int]  # text, or token ids
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of integers is one prompt of token ids; any other list is a batch."""
+    if isinstance(prompts, str):
+        return [prompts]
+    batch: list[Prompt] = []
+    tokens: list[int] = []
+    for item in prompts:
+        if isinstance(item, int | np.integer):
+            tokens.append(int(item))
+        else:
+            batch.append(item)
+    if tokens and batch:
+        raise RequestError("a list of prompts holds texts or lists of token ids, not single token ids")
+    return [tokens] if tokens else batch
 
 
 class TextCodec:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from specdec.runtime.request import Prompt, as_batch
+from specdec.runtime.text import Prompt, as_batch
 
 # Fields of OpenAI's that are not supported, and the values (beside null) with which they ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

@@ -155,7 +155,7 @@ def test_a_full_queue_is_told_with_a_time_to_come_back(llm: LLM, gate: Gate) -> 
         threads[1].start()
         service = server.backend._service
         assert service is not None
-        until(lambda: service.metrics.num_requests_waiting.value == 1)
+        until(lambda: len(service._requests) == 2)
         assert httpx.get(f"{server.url}/ready").json() == {"status": "busy"}
         with pytest.raises(openai.RateLimitError) as refused:
             server.client().completions.create(**ASK)

@@ -27,7 +27,7 @@ from specdec.engines.manifest import read_manifest, verify_files
 from specdec.engines.prompts import PROMPTS
 from specdec.engines.registry import EngineConfig, backends, open_engine, open_heads, with_plans
 from specdec.runtime import LLM, SpeculativeConfig
-from specdec.runtime.llm import auto_method, known_methods
+from specdec.runtime.methods import auto_method, known_methods
 from specdec.runtime.params import ACCEPTANCE_RULES, Acceptance, is_lossless
 from specdec.runtime.text import TextCodec
 from specdec.tools.faults import FAULTS, planted
