@@ -46,6 +46,7 @@ OTHERS = {"git", "cd", "curl", "python", "pytest", "make", "pip"}  # checked bel
 PARSED_ONLY = {
     "--peers": "installs other runtimes from the network",
     "specdec-train": "trains for as long as it is told",
+    "specdec-serve": "serves until it is told to stop; test_serve_safety.py starts it",
     "--minutes": "takes minutes",
     "specdec-verify": "takes minutes; test_readme.py runs one",
     "tensorrt-rtx": "needs a GPU, or the library that builds for one",
