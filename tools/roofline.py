@@ -5,7 +5,6 @@ memory needs for the one, and as the engine's own arithmetic needs for the other
 module knows bytes and milliseconds, and no graph.
 """
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from specdec.engines.base import Engine
 from specdec.engines.costs import CAPACITY, PAST, pass_costs
+from specdec.tools.probes import cpu
 
 READ_BYTES = 256 << 20  # far more than caches hold
 REPEATS = 8
@@ -47,7 +47,7 @@ def measure_roofline(
     low, high = (min(width, widest) for width in WIDE)
     narrow, wide = pass_costs(engine, (low if low < high else high // 2, high), (1,), WIDE_PASSES, slots)
     return Roofline(
-        bytes_per_second=read_rate(threads or len(os.sched_getaffinity(0))),
+        bytes_per_second=read_rate(threads or cpu().cores),
         weight_bytes=weight_bytes,
         slot_bytes=engine.spec.kv_bytes(1, 1),
         token_ms=max(wide.best_ms - narrow.best_ms, 0.0) / (wide.width - narrow.width),
