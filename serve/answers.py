@@ -44,6 +44,15 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     specdec: Speculation
 
 
+class _Head(msgspec.Struct, frozen=True, kw_only=True):
+    """What every answer, and every event of a streamed one, begins with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
 class TokenOrigins(msgspec.Struct, frozen=True, kw_only=True):
     """`specdec` of a choice: its tokens, how each came to be, and how many characters the choice's text has with it."""
 
@@ -91,13 +100,9 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     specdec: TokenOrigins | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+class ChatCompletion(_Head, frozen=True, kw_only=True):
     """Answer of /v1/chat/completions."""
 
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
@@ -120,13 +125,9 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     specdec: TokenOrigins | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+class ChatChunk(_Head, frozen=True, kw_only=True):
     """An event of a streamed chat. The last one has the usage, when it was asked for, and no choice."""
 
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -151,13 +152,9 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     specdec: TokenOrigins | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
+class Completion(_Head, frozen=True, kw_only=True):
     """Answer of /v1/completions, and an event of a streamed one."""
 
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
