@@ -20,6 +20,7 @@ from specdec.export.eagle_model import EagleConfig, EagleModel, default_taps
 from specdec.export.families import check_supported, text_config
 from specdec.export.taps import FINAL
 
+WEIGHTS = "model.safetensors"
 EMBEDDING, HEAD, IDS, MEMBERS = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 # Taps. At the top (vLLM) a number says after how many layers; in the section (SGLang, NVIDIA) it is a layer's index.
 _SECTION, _TAPS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
@@ -72,7 +73,7 @@ def write_eagle(
     }
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    replace_file(folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
+    replace_file(folder / WEIGHTS, lambda path: save_file(tensors, path, {"format": "pt"}))
     replace_file(folder / "config.json", lambda path: path.write_text(json.dumps(raw, indent=2), "utf-8"))
 
 
@@ -87,9 +88,9 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    file = path / "model.safetensors"
+    file = path / WEIGHTS
     if not file.is_file():
-        raise SourceError(f"{path} has no model.safetensors; convert pickled weights with safetensors.torch.save_file")
+        raise SourceError(f"{path} has no {WEIGHTS}; convert pickled weights with safetensors.torch.save_file")
     try:
         return load_file(file)
     except (SafetensorError, OSError) as exc:

@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from specdec.engines.errors import RequestError
-from specdec.export.eagle_files import draft_ids, read_eagle
-from specdec.export.eagle_model import eagle_config
+from specdec.engines.errors import RequestError, SourceError
+from specdec.export.eagle_files import EMBEDDING, draft_ids, read_eagle, write_eagle
+from specdec.export.eagle_model import EagleConfig, EagleModel, eagle_config
 from specdec.export.medusa_model import read_medusa
 from specdec.export.sources import open_checkpoint
 from specdec.export.tokenizer import read_tokenizer
@@ -231,6 +231,29 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_an_unbroken_one(tmp_path: P
     for training in (first, second):
         del training["seconds"]
     assert first == second
+
+
+def test_a_training_can_begin_with_a_drafter(tmp_path: Path) -> None:
+    """It begins as good as that one was, and keeps its taps, its draft vocabulary and an embedding of its own."""
+    first = train(options("eagle", tmp_path / "first"))
+    config = open_checkpoint(str(checkpoint())).config
+    read, state = read_eagle(tmp_path / "first", config)
+    own = {**state, EMBEDDING: hf_model().model.embed_tokens.weight.half() + 1}
+    write_eagle(tmp_path / "own", read, own)
+    fixed: dict[str, Any] = {"taps": None, "draft_vocab": None, "steps": 1}
+    for name in ("first", "own"):
+        again = train(options("eagle", tmp_path / f"{name}-again", init=tmp_path / name, learning_rate=1e-9, **fixed))
+        kept, now = read_eagle(tmp_path / f"{name}-again", config)
+        assert (kept.taps, kept.draft_vocab_size) == (("1",), 100)
+        assert torch.equal(now["d2t"], state["d2t"])
+        assert torch.equal(now["lm_head.weight"], state["lm_head.weight"])
+        assert (EMBEDDING in now) == (name == "own")
+        same = (again.history[0].tau, again.history[0].held_out_loss) == pytest.approx((first.tau, first.held_out_loss))
+        assert same == (name == "first")  # with another embedding it is another drafter
+        assert len(again.options["init"]) == 64
+    assert torch.equal(now[EMBEDDING], own[EMBEDDING])
+    longer = train(options("eagle", tmp_path / "longer", init=tmp_path / "first", **{**fixed, "steps": 40}))
+    assert longer.held_out_loss < first.held_out_loss
 
 
 # What is learned
@@ -467,6 +490,15 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="--force"):
         train(options("medusa", tmp_path / "done", steps=1))
     train(options("medusa", tmp_path / "done", steps=1, force=True))
+    with pytest.raises(SourceError, match="is no drafter"):
+        train(options("eagle", tmp_path / "new", init=there, taps=None, draft_vocab=None))
+    first = EagleConfig(
+        llama=eagle_config(hf_model().config).llama, format="eagle", taps=("final",), draft_vocab_size=LOGITS_SIZE
+    )
+    write_eagle(tmp_path / "one", first, EagleModel(first).state_dict())
+    with pytest.raises(RequestError, match="EAGLE-1's format"):
+        train(options("eagle", tmp_path / "new", init=tmp_path / "one", taps=None, draft_vocab=None))
+    assert not (tmp_path / "new").exists()
 
 
 def test_data_that_is_enough_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -507,6 +539,7 @@ def test_a_checkpoint_of_another_run_is_not_gone_on_from(tmp_path: Path) -> None
         (["draft", "m", "-o", "d"], "invalid choice"),
         (["distill", "m", "-o", "d"], "--layers --keep"),
         (["medusa", "m", "-o", "d", "--taps", "1"], "unrecognized"),
+        (["medusa", "m", "-o", "d", "--init", "d"], "unrecognized"),
         (["medusa", "m", "-o", "d", "--heads", "0"], "at least 1"),
         (["eagle", "m", "-o", "d", "--steps", "1", "--minutes", "1"], "not allowed"),
     ],
@@ -520,7 +553,13 @@ def test_wrong_usage_answers_in_one_line(arguments: list[str], said: str, capsys
 
 
 def test_options_are_checked_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong in (["--minutes", "0"], ["--taps", "last"], ["--self-fed", "-1"], ["--learning-rate", "0"]):
+    for wrong in (
+        ["--minutes", "0"],
+        ["--taps", "last"],
+        ["--self-fed", "-1"],
+        ["--learning-rate", "0"],
+        ["--init", "d", "--draft-vocab", "9"],
+    ):
         assert cli.main(["eagle", "no/where", "-o", "out", *wrong]) == 2
         assert capsys.readouterr().err.startswith("specdec-train: error: ")
 

@@ -19,7 +19,7 @@ import msgspec
 
 from specdec.engines.command import CommandParser, positive
 from specdec.export.offline import hush, run_offline
-from specdec.train.options import DEFAULT_TOKENS, METHODS, TrainOptions, TrainProgress
+from specdec.train.options import DEFAULT_DRAFT_VOCAB, DEFAULT_TOKENS, METHODS, TrainOptions, TrainProgress
 
 if TYPE_CHECKING:
     from specdec.train.run import Training
@@ -92,8 +92,8 @@ def _method_options(parser: argparse.ArgumentParser, method: str, default: Mappi
         which.add_argument("--keep", metavar="N", type=positive, help="how many stay, evenly spaced")
         parser.add_argument("--train-embeddings", action="store_true", help="train embedding and head as well")
         return
-    parser.add_argument("--draft-vocab", metavar="N", type=positive, default=default["draft_vocab"],
-                        help="most frequent tokens that it can draft (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--draft-vocab", metavar="N", type=positive,
+                        help=f"most frequent tokens that it can draft (default: {DEFAULT_DRAFT_VOCAB})")  # fmt: skip
     if method == "medusa":
         parser.add_argument(
             "--heads", metavar="K", type=positive, default=default["heads"], help="(default: %(default)s)"
@@ -101,6 +101,8 @@ def _method_options(parser: argparse.ArgumentParser, method: str, default: Mappi
         return
     parser.add_argument("--taps", metavar="TAP", nargs="+", help="hidden states of the target that it reads, final or "
                         "after how many layers (default: middle, high and final)")  # fmt: skip
+    parser.add_argument("--init", metavar="DIR", type=Path, help="begin with the weights, taps and draft vocabulary of "
+                        "this drafter, of EAGLE-3's format")  # fmt: skip
     parser.add_argument("--self-fed", metavar="N", type=int, default=default["self_fed"],
                         help="pairs of a chain fed with its own states in training (default: %(default)s)")  # fmt: skip
 
@@ -113,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     settings = {name: value for name, value in vars(arguments).items() if name not in NOT_OPTIONS}
-    for name in ("output", "data", "prompts"):
+    for name in {"output", "data", "prompts", "init"} & settings.keys():
         settings[name] = settings[name] and settings[name].expanduser()
     if settings.get("taps"):
         settings["taps"] = tuple(settings["taps"])

@@ -10,7 +10,7 @@ In training `fc` reads the states divided by their spread, channel by channel. A
 hundreds of times as large as the rest; undivided, what is learned in a short run is less (docs/performance.md).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +112,19 @@ class EagleLearner:
     """A drafter of `config` that learns from `target`; `ids` [Vd]: its vocabulary (None: the target's).
 
     `self_fed`: how many pairs of a chain are fed with its own states in training. `spread` [T * H]: of the states that
-    it reads. Only the head begins as the target's.
+    it reads. `state`: tensors by public name that it begins with; without, only the head begins as the target's.
     """
 
     micro_tokens = MICRO_TOKENS
 
     def __init__(
-        self, config: EagleConfig, target: Target, ids: IntArray | None, self_fed: int, spread: torch.Tensor
+        self,
+        config: EagleConfig,
+        target: Target,
+        ids: IntArray | None,
+        self_fed: int,
+        spread: torch.Tensor,
+        state: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.model = EagleModel(config)
         self.model.set_attn_implementation(_CHAINS)
@@ -132,6 +138,9 @@ class EagleLearner:
             self.model.embed_tokens.weight.copy_(target.embedding.weight)
             self.model.lm_head.weight.copy_(target.head[self._ids.to(target.device)])
             self.model.fc.weight.copy_(torch.randn_like(self.model.fc.weight) / config.tapped_size**0.5 / spread)
+        begin = {name: tensor for name, tensor in (state or {}).items() if name not in (IDS, MEMBERS)}
+        self.model.load_state_dict(begin, strict=False)  # what may be missing is as set above: `read_eagle` has looked
+        self._own_embedding = EMBEDDING in begin
         register_parametrization(self.model.fc, "weight", Divided(spread))
         self.model.embed_tokens.requires_grad_(False)
         self.model.to(target.device)
@@ -171,8 +180,10 @@ class EagleLearner:
         return torch.stack(found, -1)
 
     def write(self, folder: Path, held_out: Iterable[Batch]) -> None:
-        """Write the drafter in EAGLE-3's public format, in float16, without the target's embedding."""
-        state = {name: value.half() for name, value in self.model.state_dict().items() if name != EMBEDDING}
+        """Write the drafter in EAGLE-3's public format, in float16; its embedding only if it is not the target's."""
+        state = {name: value.half() for name, value in self.model.state_dict().items()}
+        if not self._own_embedding:
+            del state[EMBEDDING]
         if self._reduced:
             ids = self._ids.cpu()
             state[IDS] = ids - torch.arange(len(ids))

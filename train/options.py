@@ -23,10 +23,11 @@ class TrainOptions:
     `data`: folder of `train.data` (None: beside `output`); `tokens`: how many it must hold (None: those that are there,
     or `DEFAULT_TOKENS`); `prompts`: file of what the target is asked (None: it asks itself). `minutes`: budget of data
     and training together; `steps`: of optimizer steps instead, which makes a run repeatable. `draft_vocab`: tokens that
-    the drafter knows. `heads`: of Medusa. `taps`, `self_fed`: of EAGLE, hidden states that it reads (None: the usual
-    ones) and how many pairs of a chain are fed with its own states in training. `layers`, `keep`: of distill, which
-    layers of the target stay, or how many. `step_tokens`: tokens of an optimizer step. Raises `RequestError` for a
-    number below one, or options that exclude each other.
+    the drafter knows (None: `DEFAULT_DRAFT_VOCAB`). `heads`: of Medusa. `taps`, `self_fed`: of EAGLE, hidden states
+    that it reads (None: the usual ones) and how many pairs of a chain are fed with its own states in training. `init`:
+    folder of an EAGLE-3 drafter whose weights, taps and draft vocabulary are the beginning (None: a new one).
+    `layers`, `keep`: of distill, which layers of the target stay, or how many. `step_tokens`: tokens of an optimizer
+    step. Raises `RequestError` for a number below one, or options that exclude each other.
     """
 
     method: Method
@@ -39,10 +40,11 @@ class TrainOptions:
     steps: int | None = None
     seed: int = 0
     device: str = "cpu"
-    draft_vocab: int = 8192
+    draft_vocab: int | None = None
     heads: int = 3
     taps: tuple[str, ...] | None = None
     self_fed: int = 2
+    init: Path | None = None
     layers: str | None = None
     keep: int | None = None
     train_embeddings: bool = False
@@ -65,6 +67,8 @@ class TrainOptions:
             raise RequestError("self_fed, checkpoint_minutes and seed must not be negative")
         if self.method == "distill" and (self.layers is None) == (self.keep is None):
             raise RequestError("distill needs --layers or --keep, one of the two")
+        if self.init is not None and (self.taps or self.draft_vocab):
+            raise RequestError(f"--taps and --draft-vocab are those of {self.init}: leave them out")
         for tap in self.taps or ():
             if not re.fullmatch(r"final|[1-9][0-9]*", tap):
                 raise RequestError(f"tap {tap} must be final or a number of layers, as in 7")
@@ -76,6 +80,7 @@ class TrainOptions:
 
 
 DEFAULT_TOKENS = 200_000
+DEFAULT_DRAFT_VOCAB = 8192
 
 
 class TrainProgress:

@@ -8,10 +8,10 @@ line and prints nothing.
 import hashlib
 import importlib.metadata
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -20,21 +20,19 @@ from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from specdec.engines.contract import tap_columns
 from specdec.engines.errors import RequestError
 from specdec.export.calibrate import read_prompts
-from specdec.export.eagle_model import default_taps, eagle_config
+from specdec.export.eagle_files import WEIGHTS
 from specdec.export.families import check_supported, text_config
 from specdec.export.options import ExportOptions
 from specdec.export.pipeline import export_bundle
 from specdec.export.sources import Checkpoint, open_checkpoint
-from specdec.export.taps import FINAL, check_taps
-from specdec.export.tokenizer import read_tokenizer
-from specdec.train.batches import Batch, learnable, spread
+from specdec.export.taps import FINAL
+from specdec.train.batches import learnable
+from specdec.train.beginning import chosen_taps, new_learner, read_source
 from specdec.train.data import RECORD, Data, TextRow, prompts_digest
-from specdec.train.distill import DistillLearner, choose_layers, pruned
-from specdec.train.eagle import EagleLearner
-from specdec.train.loop import Estimate, Learner, Loop, Schedule
-from specdec.train.medusa import MedusaLearner
+from specdec.train.distill import choose_layers
+from specdec.train.loop import Estimate, Loop, Schedule
 from specdec.train.options import DEFAULT_TOKENS, Method, TrainOptions, TrainProgress
-from specdec.train.target import Target, draft_vocabulary
+from specdec.train.target import Target
 from specdec.train.writing import make_data
 
 COMPLETE = "complete"  # a file of a data folder that holds what was asked for
@@ -42,7 +40,17 @@ TRAINING, CHECKPOINT = "training.json", "checkpoint.safetensors"
 _CHECKED, _LEAST = 8, 0.2  # held-out texts that are looked at, and the share of tokens that must be the target's
 DATA_SHARE = 0.5  # of the minutes, at most, goes into data
 _TOOLS = ("specdec", "torch", "transformers")
-_NOT_OF_THE_RUN = ("model", "output", "data", "prompts", "force", "checkpoint_minutes", "tokens", "trust_remote_code")
+_NOT_OF_THE_RUN = (
+    "model",
+    "output",
+    "data",
+    "prompts",
+    "force",
+    "checkpoint_minutes",
+    "tokens",
+    "trust_remote_code",
+    "init",
+)
 
 
 class DataFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,13 +85,6 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tools: dict[str, str]
 
 
-class _Written(Learner, Protocol):
-    """A learner that can be written as a drafter."""
-
-    def write(self, folder: Path, held_out: Iterable[Batch]) -> None:
-        """Write the drafter's files, with what has to be measured on held-out texts, if anything has."""
-
-
 def train(options: TrainOptions, progress: TrainProgress | None = None) -> Training:
     """Train the drafter of `options` and write it to `options.output`; return what `training.json` says.
 
@@ -94,7 +95,8 @@ def train(options: TrainOptions, progress: TrainProgress | None = None) -> Train
     progress.stage("target")
     checkpoint = open_checkpoint(options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
     check_supported(checkpoint.config)
-    taps = _taps(options, checkpoint)
+    source = None if options.init is None else read_source(options.init, checkpoint)
+    taps = chosen_taps(options, checkpoint, source)
     _check_device(options.device)
     if options.method == "distill":  # what is wrong is said before the work
         choose_layers(options.layers, options.keep, text_config(checkpoint.config).num_hidden_layers)
@@ -107,7 +109,7 @@ def train(options: TrainOptions, progress: TrainProgress | None = None) -> Train
     target, model = _target(options, checkpoint)
     _check_states(target, held_out, data)
     columns = torch.from_numpy(tap_columns(data.taps, data.record.hidden_size, taps))
-    learner = _learner(options, checkpoint, target, model, rows, data.vocab_size, taps, columns)
+    learner = new_learner(options, checkpoint, target, model, rows, data.vocab_size, taps, columns, source)
     del model  # its layers are not needed any more
     options.output.mkdir(parents=True, exist_ok=True)
     schedule = Schedule(
@@ -176,14 +178,6 @@ def _check_output(output: Path, *, force: bool) -> None:
         raise RequestError(
             f"{output} exists and is no training of ours: choose another folder, or --force to write there"
         )
-
-
-def _taps(options: TrainOptions, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Hidden states that the drafter learns from, in the order of its features; the head's own last."""
-    depth = text_config(checkpoint.config).num_hidden_layers
-    wanted = (options.taps or (*default_taps(depth)[1:], FINAL)) if options.method == "eagle" else ()
-    check_taps(wanted, depth)
-    return (*wanted, FINAL)
 
 
 def _data(options: TrainOptions, checkpoint: Checkpoint, taps: Sequence[str], progress: TrainProgress) -> Data:
@@ -260,32 +254,11 @@ def _target(options: TrainOptions, checkpoint: Checkpoint) -> tuple[Target, Any]
     return Target(model, torch.device(options.device)), model
 
 
-def _learner(
-    options: TrainOptions,
-    checkpoint: Checkpoint,
-    target: Target,
-    model: Any,
-    rows: Sequence[TextRow],
-    vocab_size: int,
-    taps: Sequence[str],
-    columns: torch.Tensor,
-) -> _Written:
-    """The drafter as it begins."""
-    if options.method == "distill":
-        chosen = choose_layers(options.layers, options.keep, target.config.num_hidden_layers)
-        tokenizer = read_tokenizer(checkpoint)
-        return DistillLearner(pruned(model, chosen), target, tokenizer, train_embeddings=options.train_embeddings)
-    ends = read_tokenizer(checkpoint).record.eos_token_ids
-    ids = draft_vocabulary(rows, vocab_size, options.draft_vocab, ends)
-    if options.method == "medusa":
-        return MedusaLearner(target, options.heads, ids)
-    config = eagle_config(checkpoint.config, draft_vocab_size=None if ids is None else len(ids), taps=tuple(taps[:-1]))
-    return EagleLearner(config, target, ids, options.self_fed, spread(rows, columns[: config.tapped_size]))
-
-
 def _of_the_run(options: TrainOptions) -> dict[str, Any]:
-    """The options that decide what is trained, without paths."""
-    return {name: value for name, value in asdict(options).items() if name not in _NOT_OF_THE_RUN}
+    """The options that decide what is trained, without paths; of `init`, the weights' SHA-256."""
+    chosen = {name: value for name, value in asdict(options).items() if name not in _NOT_OF_THE_RUN}
+    digest = options.init and hashlib.sha256((options.init / WEIGHTS).read_bytes()).hexdigest()
+    return {**chosen, "init": digest}
 
 
 def _fingerprint(options: TrainOptions, checkpoint: Checkpoint, data: Data) -> str:
