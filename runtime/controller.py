@@ -12,14 +12,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import median
+from statistics import fmean
 from threading import Lock
 from typing import Any
 
 FORGET = 0.995  # weight that is left of an observation after the next one of its kind
 FORGET_ROW = 0.97
 ROW_TRUST = 24.0  # observations of its own that weigh as much with a row as those of all rows
-STEADY = 15  # observations that a pace is the median of
+STEADY = 15  # observations that a pace is the mean of, without the least and the most of them
+DISTURBED = 2  # of these, so many at either end, once there are all
 CURVE_TRUST = 10  # observations that a curve measured at load is worth
 CELL_TRUST = 4.0  # observations of one size of pass before it may differ from the curve by half of what was seen
 UNTRIED = 0.999  # weight that is left of all observations of a kind when there could have been one, and was none
@@ -57,7 +58,7 @@ class PassTimes:
         with self._lock:
             self._now += 1
             self._recent.append((key, ms / (curve * self._ratio(key))))
-            self._pace = median(pace for _, pace in self._recent)
+            self._pace = _steady([pace for _, pace in self._recent])
             if any(other not in (key, _CURVE) for other, _ in self._recent):  # else its ratio and the pace look alike
                 weight, total = self._weighed(key)
                 self._cells[key] = (weight + 1, total + min(max(ms / (curve * self._pace), 0.5), 2.0), self._now)
@@ -66,7 +67,7 @@ class PassTimes:
         """Forget a little of what passes took of late, when there are none: the curve counts as one more of them."""
         with self._lock:
             self._recent.append((_CURVE, 1.0))
-            self._pace = median(pace for _, pace in self._recent)
+            self._pace = _steady([pace for _, pace in self._recent])
 
     def _whole(self, rows: int, width: int) -> float:
         return self._curve(rows * width) * self._pace * self._ratio((rows, width))
@@ -88,6 +89,12 @@ class PassTimes:
         weight, total, when = self._cells.get(key, (0.0, 0.0, self._now))
         left = FORGET ** (self._now - when)
         return weight * left, total * left
+
+
+def _steady(paces: list[float]) -> float:
+    """Their mean, which a few disturbed passes do not change. A median would leave out what passes often wait for."""
+    ends = DISTURBED * len(paces) // STEADY
+    return fmean(sorted(paces)[ends : len(paces) - ends])
 
 
 class Mean:
@@ -132,7 +139,8 @@ class Plan:
 
     `width`: draft tokens of a row whose draft is free. `asked`: for each row, whether the drafter that takes passes
     drafts for it. prices[d]: tokens that its level d + 1 has to bring, over all rows, to be worth its time.
-    rates[kind]: tokens a millisecond that the best round of each kind promises; this is that of `kind`, the most.
+    rates[kind]: tokens a millisecond that the best round of each kind promises, of those that might have been the best;
+    this is that of `kind`, the most.
     """
 
     width: int
@@ -196,47 +204,44 @@ class Controller:
         gains[i]: tokens that a drafter which takes passes would bring the row, 0 where it cannot be asked; `depth`: how
         deep it drafts; follow[d]: chance of its token at depth d + 2 when the one before is kept.
         """
-        rows = len(ladders)
+        rows, nobody = len(ladders), (False,) * len(ladders)
         sums = [[0.0, *accumulate(ladder)] for ladder in ladders]
-        plans = [
-            found
-            for width in range(max(map(len, sums)))
-            for found in self._both(rows, width, [each[min(width, len(each) - 1)] for each in sums], gains, depth)
-        ]
-        rate, _, width, asked = max(plans, key=lambda found: found[:2])
+        level = self.levels.ms(rows, 1)
+        drafting = depth * level
+        deepest = self.times.ms(rows, max(self._least, 1 + depth))
+        bound = rows + sum(max(gain, each[-1]) for gain, each in zip(gains, sums, strict=True))
+        best: dict[str, tuple[float, int, tuple[bool, ...]]] = {}  # by kind: rate, width and who is asked
+        rate = 0.0
+        for width in range(max(map(len, sums))):
+            ms = self.times.ms(rows, max(self._least, 1 + width))
+            if bound / ms <= rate:
+                continue  # whatever is kept
+            free = [each[min(width, len(each) - 1)] for each in sums]
+            found = [((rows + sum(free)) / ms, width, nobody)]
+            asked = tuple(gain > kept for gain, kept in zip(gains, free, strict=True))
+            if any(asked):
+                wide = deepest if all(asked) or width <= depth else ms
+                found.append(((rows + sum(map(max, gains, free))) / (wide + drafting), width, asked))
+            for option in found:
+                kind = _kind(width, option[2])
+                if kind not in best or option[0] > best[kind][0]:
+                    best[kind] = option
+            rate = max(rate, *(option[0] for option in found))
+        rate, width, asked = max(best.values(), key=lambda found: (found[0], -found[1]))
         if any(gains) and not any(asked):
             self._silent += 1
             if self._silent % RECALL == 0:
                 self.levels.recall()
         due = max(self._least, 1 + width if not all(asked) else 1)
-        level = self.levels.ms(rows, 1)
         prices = (
             rate * (self.times.ms(rows, max(due, at + 3)) - self.times.ms(rows, max(due, at + 2)) + level) / chance
-            for at, chance in enumerate(follow)
+            for at, chance in enumerate(follow if any(asked) else ())
         )
-        rates: dict[str, float] = {}
-        for promised, _, wide, some in plans:
-            rates[_kind(wide, some)] = max(promised, rates.get(_kind(wide, some), 0.0))
-        plan = Plan(width, asked, (0.0, *prices), rates)
+        plan = Plan(width, asked, (0.0, *prices), {kind: option[0] for kind, option in best.items()})
         self.rounds[plan.kind] += 1
         if self.watch is not None:
             self.watch(plan)
         return plan
-
-    def _both(
-        self, rows: int, width: int, free: Sequence[float], gains: Sequence[float], depth: float
-    ) -> list[tuple[float, int, int, tuple[bool, ...]]]:
-        """Rate, preference, width and who is asked: of the round that asks nobody, and of the one that asks some."""
-        nobody = (False,) * rows
-        base: float = max(self._least, 1 + width)
-        found = [((rows + sum(free)) / self.times.ms(rows, base), -width, width, nobody)]
-        asked = tuple(gain > kept for gain, kept in zip(gains, free, strict=True))
-        if any(asked):
-            base = max(self._least, 1 + depth, 1 if all(asked) else 1 + width)
-            ms = self.times.ms(rows, base) + depth * self.levels.ms(rows, 1)
-            tokens = rows + sum(map(max, gains, free))
-            found.append((tokens / ms, -width, width, asked))
-        return found
 
     def report(self) -> dict[str, Any]:
         """What is known by now, in plain figures: rounds by kind, times of passes, means."""

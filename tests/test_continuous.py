@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -330,6 +330,4 @@ class Service(RuleBasedStateMachine):
 
 
 TestService = Service.TestCase
-TestService.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestService.settings = settings(max_examples=150, stateful_step_count=30)

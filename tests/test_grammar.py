@@ -243,7 +243,7 @@ GRAMMARS: dict[str, Callable[[], StructuredOutputsParams]] = {
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-@settings(derandomize=True, max_examples=15, deadline=None)
+@settings(derandomize=True, max_examples=15)
 @given(data=st.data())
 def test_any_order_of_questions_gets_the_answers_of_a_fresh_matcher(
     bpe: GrammarCompiler, name: str, data: st.DataObject

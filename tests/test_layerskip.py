@@ -13,7 +13,8 @@ import pytest
 from specdec.engines.contract import ModelSpec
 from specdec.engines.errors import BundleError, ContractError, EngineError, ExportError, RequestError
 from specdec.engines.manifest import LayerSkipDrafter, encode, read_manifest, verify_files
-from specdec.engines.ort import OrtEngine, OrtKV
+from specdec.engines.ort import OrtEngine
+from specdec.engines.ort_kv import OrtKV
 from specdec.engines.registry import EngineConfig
 from specdec.export.layers import LAYER
 from specdec.export.layerskip import first_layers, shallow

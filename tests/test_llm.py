@@ -12,7 +12,8 @@ import pytest
 import specdec.runtime as api
 from specdec.engines.contract import Chunk
 from specdec.engines.errors import BundleError, RequestError
-from specdec.engines.ort import OrtEngine, OrtKV
+from specdec.engines.ort import OrtEngine
+from specdec.engines.ort_kv import OrtKV
 from specdec.runtime import (
     LLM,
     AsyncLLM,

@@ -110,6 +110,21 @@ def test_growth_keeps_what_is_committed(engine: OrtEngine) -> None:
         kv.resize(1, 8, 12)
 
 
+def test_rows_are_given_back_without_a_copy(engine: OrtEngine) -> None:
+    line = tokens((3, 12))
+    whole = engine.step(chain(line, [0, 0, 0]), engine.allocate(3, 256))[:, 8:].copy()
+    kv = engine.allocate(3, 256)
+    engine.step(chain(line[:, :8], [0, 0, 0]), kv)
+    arrays, content = list(kv._memory.host), kv.read(1, 256)
+    kv.resize(2, 256, 0)
+    assert (kv.rows, kv.capacity, kv.nbytes) == (2, 256, sum(array.nbytes for array in arrays))
+    assert all(old is new for old, new in zip(arrays, kv._memory.host, strict=True))
+    assert np.array_equal(kv.read(1, 256), content)
+    assert np.array_equal(engine.step(chain(line[:2, 8:], [8, 8]), kv), whole[:2])
+    kv.resize(3, 256, 12)
+    assert not kv.read(2, 256).any(), "a row that comes back is new"
+
+
 def test_a_moved_row_goes_on_where_it_was(engine: OrtEngine) -> None:
     line = tokens((2, 12))
     whole = engine.step(chain(line, [0, 0]), engine.allocate(2, 256))[:, 8:].copy()

@@ -29,7 +29,7 @@ MAX_PAST, MAX_NODES, MORE = 40, 14, 4
 WINDOW = 5  # of the sliding layers: less than the depth of many trees, so that it ends inside of them
 CAPACITY = 64
 
-deterministic = settings(derandomize=True, max_examples=100, deadline=None)
+deterministic = settings(derandomize=True, max_examples=100)
 
 
 @dataclass(frozen=True)

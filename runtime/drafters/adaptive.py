@@ -25,10 +25,6 @@ GAIN, FOLLOW, PRIOR_TRUST = 1.0, 0.5, 8.0  # of a drafter of which nothing is kn
 class PricedDrafter(Drafter, Protocol):
     """A drafter that grows chains level by level, in passes of its own."""
 
-    def catch_up(self, index: int, row: Row) -> None:
-        """Take in what the row has gained while others drafted for it, if that is much: no part of a level's time."""
-        ...
-
     def propose(self, rows: Sequence[Row], limits: Sequence[int], prices: Sequence[float] = ()) -> list[TokenTree]:
         """See `Drafter.propose`; prices[d]: tokens that depth d + 1 has to promise, over all rows, or none grows on."""
         ...
@@ -76,14 +72,11 @@ class AdaptiveDrafter:
         follow = [self._mean(("follow", depth), FOLLOW) for depth in range(1, self._most)] if any(gains) else []
         plan = self._controller.plan(ladders, gains, self._mean("depth", 1.0), follow)
         trees = [TokenTree.chain(())] * len(rows)
-        if self._free:
+        if self._free and plan.width:
             free = [0 if asked else min(plan.width, limit) for asked, limit in zip(plan.asked, limits, strict=True)]
             trees = self._free.propose(rows, free)
         if self._costly and any(plan.asked):
             asked = [limit if asked else 0 for asked, limit in zip(plan.asked, limits, strict=True)]
-            for index, limit in enumerate(asked):
-                if limit:
-                    self._costly.catch_up(index, rows[index])
             started = perf_counter()
             others = self._costly.propose(rows, asked, plan.prices)
             levels = max(tree.depth for tree in others)

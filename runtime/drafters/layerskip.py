@@ -38,11 +38,11 @@ class LayerSkipDrafter(Stateless, ModelDrafter):
         self._borrowed.follow()
         return super().propose(rows, limits, prices)
 
-    def catch_up(self, index: int, row: Row) -> None:
-        """See `PricedDrafter.catch_up`: whatever the target holds, this draft does."""
-
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: the target has committed it, in the cache that both read."""
 
     def release(self, index: int, row: Row) -> None:
         """See `Drafter.release`: the target has moved the rows."""
+
+    def _catch_up(self, index: int, row: Row) -> None:
+        """Whatever the target holds, this draft does."""

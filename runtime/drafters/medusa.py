@@ -76,9 +76,6 @@ class MedusaDrafter(Stateless):
                         trees[index] = GrowingTree(self._shape, 0, 0)
         return [tree.tree(sampled=not self._by_rank(row)) for row, tree in zip(rows, trees, strict=True)]
 
-    def catch_up(self, index: int, row: Row) -> None:
-        """See `PricedDrafter.catch_up`: only the last state counts."""
-
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: the target keeps the states of what it committed until the next proposal."""
 

@@ -73,7 +73,7 @@ class ModelDrafter:
         self._drafted[: len(rows)] = [0] * len(rows)
         for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
             if tree.frontier:
-                self.catch_up(index, row)
+                self._catch_up(index, row)
         for price in chain(prices, repeat(0.0)):
             promise = sum(tree.promise for tree in trees)
             if promise <= 0 or promise < price:
@@ -87,11 +87,6 @@ class ModelDrafter:
                     if rows[index].error:
                         trees[index] = GrowingTree(self._shape, 0, 0)
         return [tree.tree(sampled=not self._by_rank(row)) for row, tree in zip(rows, trees, strict=True)]
-
-    def catch_up(self, index: int, row: Row) -> None:
-        """See `PricedDrafter.catch_up`."""
-        if self._fits(row) and (unseen := len(self._unseen(index, row))) > CATCH_UP:
-            self._take_in(index, row, unseen - 1)
 
     def commit(self, index: int, row: Row, kept: Sequence[int]) -> None:
         """See `Drafter.commit`: gives back the slots of tokens that were not kept."""
@@ -133,6 +128,11 @@ class ModelDrafter:
 
     def _fits(self, row: Row) -> bool:
         return len(row.tokens) <= self._model.max_length
+
+    def _catch_up(self, index: int, row: Row) -> None:
+        """Take in what the row has gained while others drafted for it, if that is much."""
+        if self._fits(row) and (unseen := len(self._unseen(index, row))) > CATCH_UP:
+            self._take_in(index, row, unseen - 1)
 
     def _take_in(self, index: int, row: Row, count: int) -> None:
         """Bring the next `count` tokens of the row into the cache, in passes of this row alone."""

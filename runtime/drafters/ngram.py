@@ -4,7 +4,7 @@ Source: Saxena, "Prompt Lookup Decoding" (2023); names of the options as in vLLM
 deterministic (q is one-hot). Only tokens of the same request are searched.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -15,6 +15,8 @@ from specdec.runtime.tree import TokenTree
 # How often the target itself goes on as a match of 0, 1, 2, ... tokens does (0: with the text's most frequent token;
 # the last is of all longer ones). Measured on answers of SmolLM2-135M, see docs/performance.md.
 ACCEPTANCE = (0.03, 0.22, 0.46, 0.62, 0.68, 0.71, 0.80, 0.80, 0.80, 0.94)
+
+PLACES = 16  # of the last ones with the same shortest match, so many are looked at
 
 Gram = tuple[int, ...]
 
@@ -38,14 +40,14 @@ class NgramDrafter(Stateless):
         branching: bool = False,
     ) -> None:
         self._num_tokens = num_tokens
-        self._lengths = (*range(max_match, min_match - 1, -1), *((0,) if always else ()))  # longest first
+        self._lengths, self._always = (min_match, max_match), always
         self._threshold = threshold
         self._branching = branching
         self._indexes: list[_Index] = []
 
     def admit(self, row: Row) -> None:
         """See `Drafter.admit`."""
-        self._indexes.append(_Index(self._lengths))
+        self._indexes.append(_Index(*self._lengths, always=self._always))
 
     def prefill(self, index: int, row: Row) -> None:
         """See `Drafter.prefill`: the tokens are all it needs."""
@@ -114,24 +116,28 @@ def _acceptance(match: int) -> float:
 
 
 class _Index:
-    """What followed each n-gram of one row's text most often, and last among equals. Constant time for each token."""
+    """Where the shortest matches that count have been in one row's text; longer ones are found from there.
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._after: dict[int, dict[Gram, int]] = {n: {} for n in lengths}  # n-gram -> position of what follows it
-        self._counts: Counter[Gram] = Counter()  # of n-grams with what followed them
+    A token more costs one entry, however long matches are; a search looks at the last `PLACES` of them.
+    """
+
+    def __init__(self, shortest: int, longest: int, *, always: bool) -> None:
+        self._shortest, self._longest, self._always = shortest, longest, always
+        self._places: defaultdict[Gram, list[int]] = defaultdict(list)  # positions of what follows
+        self._counts: Counter[int] = Counter()
+        self._common = 0  # last position of the most frequent token
         self._indexed = 0  # tokens that are in
 
     def extend(self, tokens: list[int]) -> None:
         """Take in every n-gram that has a token after it by now."""
-        for position in range(self._indexed, len(tokens)):
-            for n, after in self._after.items():
-                if n > position:
-                    continue
-                gram, token = tuple(tokens[position - n : position]), tokens[position]
-                self._counts[(*gram, token)] += 1
-                best = after.get(gram)
-                if best is None or self._counts[(*gram, token)] >= self._counts[(*gram, tokens[best])]:
-                    after[gram] = position
+        n = self._shortest
+        for position in range(max(self._indexed, n), len(tokens)):
+            self._places[tuple(tokens[position - n : position])].append(position)
+        if self._always:
+            for position in range(self._indexed, len(tokens)):
+                self._counts[tokens[position]] += 1
+                if self._counts[tokens[position]] >= self._counts[tokens[self._common]]:
+                    self._common = position
         self._indexed = len(tokens)
 
     def find(self, tokens: list[int]) -> Iterator[tuple[int, int]]:
@@ -139,13 +145,21 @@ class _Index:
 
         A match is not looked into further than its length tells anything.
         """
-        found: set[int] = set()  # positions
-        for n, grams in self._after.items():
-            after = grams.get(tuple(tokens[max(len(tokens) - n, 0) :]))
-            if after is None or after in found:
-                continue
-            match = n
-            while match < min(after, len(ACCEPTANCE) - 1) and tokens[after - match - 1] == tokens[-match - 1]:
-                match += 1
-            found.add(after)
-            yield match, after
+        places = self._places.get(tuple(tokens[-self._shortest :]), [])[-PLACES:]
+        lengths = [self._matching(tokens, place, self._shortest, self._longest) for place in places]
+        found: set[int] = set()
+        for n in sorted(set(lengths), reverse=True):
+            among = [place for place, length in zip(places, lengths, strict=True) if length >= n]
+            counts = Counter(tokens[place] for place in among)
+            best = max(among, key=lambda place: (counts[tokens[place]], place))
+            if best not in found:
+                found.add(best)
+                yield self._matching(tokens, best, n, len(ACCEPTANCE) - 1), best
+        if self._always and self._common not in found:
+            yield self._matching(tokens, self._common, 0, len(ACCEPTANCE) - 1), self._common
+
+    def _matching(self, tokens: list[int], place: int, known: int, most: int) -> int:
+        """How many tokens before `place` are those of the text's end, `known` of them for sure; up to `most`."""
+        while known < min(place, most) and tokens[place - known - 1] == tokens[-known - 1]:
+            known += 1
+        return known
