@@ -119,6 +119,11 @@ class AsyncLLM:
         async with self.submit(prompt, params) as stream:
             return await stream.result()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine thread runs: without it no request ends."""
+        return self._thread.is_alive()
+
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests, and wait up to `timeout` seconds (None: for ever) until those there are have ended.
 

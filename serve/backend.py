@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from specdec.engines.errors import RequestError, SpecdecError
+from specdec.engines.errors import BusyError, EngineError, RequestError, SpecdecError
 from specdec.runtime.async_llm import AsyncLLM
 from specdec.runtime.delivery import Stream
 from specdec.runtime.grammar import StructuredOutputsParams
@@ -31,6 +31,7 @@ State = Literal["loading", "ready", "busy", "draining"]
 
 TOKENIZER_THREADS = 2
 LONGEST_RETRY = 60  # seconds
+PROBE_SECONDS = 5  # for one token, of an engine that failed
 HEADROOM = 64  # requests that arrive, are refused or are still being sent, beyond those that run and wait
 
 
@@ -46,6 +47,7 @@ class Backend:
         self._service: AsyncLLM | None = None
         self._rows = 1
         self._stopping = False
+        self._failures = 0.0  # requests that the engine had failed when it was last known to answer
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, "specdec-tokenize")
 
     @asynccontextmanager
@@ -114,6 +116,26 @@ class Backend:
             yield
         except SpecdecError as exc:
             raise from_runtime(exc, self.retry_after) from exc
+
+    async def check_health(self) -> None:
+        """Raise `EngineError` when no request ends any more; after an engine's error, what asking for one token raises.
+
+        An engine that is too busy to say in time counts as healthy, and is asked the next time.
+        """
+        service = self._service
+        if service is None:
+            return
+        if not service.alive:
+            raise EngineError("the engine thread has ended: start the server again")
+        failures = service.metrics.request_success_total.value("error")
+        if failures == self._failures:
+            return
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                await service.generate([self.llm.manifest.tokenizer.eos_token_ids[0]], SamplingParams(max_new_tokens=1))
+            self._failures = failures
+        except (BusyError, TimeoutError):
+            pass
 
     async def drain(self) -> None:
         """Take no more requests; those that still run after `drain_seconds` are ended with an error."""

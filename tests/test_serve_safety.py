@@ -1,5 +1,6 @@
 """What a server refuses, ends and survives: keys, limits, queues, deadlines, clients that leave, engines that fail."""
 
+import asyncio
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import openai
 import pytest
 
 from specdec.engines.contract import Chunk
-from specdec.engines.errors import RequestError
+from specdec.engines.errors import EngineError, RequestError
 from specdec.runtime import LLM, SamplingParams
 from specdec.serve import ServeOptions
 from specdec.serve.options import read_keys
@@ -200,6 +201,34 @@ def test_an_engine_that_fails_ends_those_of_its_pass_and_the_server_lives(llm: L
         if not stream:
             assert failed.value.status_code == 500  # type: ignore[attr-defined]
         assert server.client().completions.create(**ASK).choices[0].text == expected
+
+
+def test_an_engine_that_fails_is_unhealthy_until_it_answers_again(llm: LLM, gate: Gate) -> None:
+    def fail(chunk: Chunk) -> None:
+        raise ValueError("planted")
+
+    with served(llm) as server:
+        asyncio.run(server.backend.check_health())
+        gate.fault = fail
+        with pytest.raises(openai.APIError):
+            server.client().completions.create(**ASK)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="planted"):
+                asyncio.run(server.backend.check_health())
+        gate.fault = None
+        asyncio.run(server.backend.check_health())
+        metrics = server.backend.metrics
+        assert metrics is not None
+        rounds = metrics.rounds_total.value()
+        asyncio.run(server.backend.check_health())
+        assert metrics.rounds_total.value() == rounds, "nothing is asked of one that answers"
+
+
+def test_a_server_whose_engine_thread_has_ended_is_unhealthy(llm: LLM) -> None:
+    with served(llm) as server:
+        asyncio.run(server.backend.abort())
+        with pytest.raises(EngineError, match="the engine thread has ended"):
+            asyncio.run(server.backend.check_health())
 
 
 def test_metrics_carry_vllms_names(llm: LLM) -> None:
