@@ -50,6 +50,7 @@ def create_app(backend: Backend) -> FastAPI:
         middleware=[Middleware(Guard, backend=backend, metrics=metrics)],
         exception_handlers={RequestValidationError: _refuse_body, HTTPException: _refuse_route},
     )
+    app.state.metrics = metrics
     _add_api(app, backend)
     _add_operations(app, backend, metrics)
     app.openapi = partial(_schema, app)  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """What stands before the API: request ids, keys, a bound on open requests, a limit for bodies, and a line of log each.
 
 It refuses what it can before a byte of a body is read, and reads bodies whole, so that a slow or endless one costs its
-sender alone. This module knows HTTP and `Backend`'s limits; it does not know what requests mean.
+sender alone. This module knows HTTP and `Limits`; it does not know what requests mean.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import hmac
 import logging
 import re
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -18,11 +18,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.serve.backend import Backend
 from specdec.serve.errors import GONE, ApiError, internal
 from specdec.serve.logs import log
 from specdec.serve.metrics import HttpMetrics
-from specdec.serve.options import is_loopback
+from specdec.serve.options import ServeOptions, is_loopback
 from specdec.serve.streaming import ClientGoneError
 
 API = "/v1/"
@@ -31,10 +30,29 @@ PATHS = (*QUIET, "/", "/openapi.json", "/v1/models", "/v1/completions", "/v1/cha
 _REQUEST_ID = re.compile("[A-Za-z0-9._-]{1,64}")
 
 
+class Limits(Protocol):
+    """What a guard has to know of what it guards; see `Backend`."""
+
+    @property
+    def options(self) -> ServeOptions:
+        """What an operator decided."""
+        ...
+
+    @property
+    def most_requests(self) -> int:
+        """Requests that may be open at a time."""
+        ...
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds after which a refused request may be sent again."""
+        ...
+
+
 class Guard:
     """ASGI middleware around `app`. A scope's state gets `request_id`, and `fields` for its line of log."""
 
-    def __init__(self, app: ASGIApp, backend: Backend, metrics: HttpMetrics) -> None:
+    def __init__(self, app: ASGIApp, backend: Limits, metrics: HttpMetrics) -> None:
         self._app, self._backend, self._metrics = app, backend, metrics
         self._keys = [_digest(key) for key in backend.options.api_keys]
         self._open = 0

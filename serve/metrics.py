@@ -4,7 +4,7 @@ Those of the runtime are read when they are asked for; nothing is counted twice.
 format's library; what is counted is `specdec.runtime.metrics`'.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -69,7 +69,36 @@ class HttpMetrics:
         """Count an answer."""
         self._answers.labels(path, str(status)).inc()
 
+    def collect(self) -> list[Metric]:
+        """All metrics as they are now."""
+        return list(self._registry.collect())
+
     def render(self, accept: str) -> tuple[bytes, str]:
         """All metrics in the format that an Accept header asks for, and its content type."""
         encoder, content_type = choose_encoder(accept)
         return encoder(self._registry), content_type
+
+
+class ByReplica(Collector):
+    """What several processes count, each sample with the label `replica`; `collected`: by the name of the replica."""
+
+    def __init__(self, collected: Mapping[str, Sequence[Metric]]) -> None:
+        self._collected = collected
+
+    def collect(self) -> Iterator[Metric]:
+        """A family of each name, with the samples of all."""
+        families: dict[str, Metric] = {}
+        for replica, metrics in self._collected.items():
+            for each in metrics:
+                family = families.setdefault(each.name, Metric(each.name, each.documentation, each.type, each.unit))
+                family.samples += [
+                    sample._replace(labels={**sample.labels, "replica": replica}) for sample in each.samples
+                ]
+        yield from families.values()
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """See `HttpMetrics`."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        encoder, content_type = choose_encoder(accept)
+        return encoder(registry), content_type

@@ -70,7 +70,7 @@ async def serve(open_llm: Callable[[], LLM], backend: Backend, sock: socket.sock
     log("listening", url=f"http://{f'[{host}]' if ':' in host else host}:{port}/")
     serving = asyncio.create_task(server.serve([sock]))
     try:
-        loading = asyncio.create_task(asyncio.to_thread(_load, open_llm))
+        loading = asyncio.create_task(asyncio.to_thread(load, open_llm))
         await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
         with await loading as llm:
             if not serving.done():
@@ -82,7 +82,8 @@ async def serve(open_llm: Callable[[], LLM], backend: Backend, sock: socket.sock
         await serving
 
 
-def _load(open_llm: Callable[[], LLM]) -> LLM:
+def load(open_llm: Callable[[], LLM]) -> LLM:
+    """Open the model and warm it up; raises what `open_llm` raises."""
     started = perf_counter()
     llm = open_llm()
     problem = warm_up(llm)
