@@ -35,7 +35,7 @@ _LIMITS = (
     ("max_stop", int, "stop texts of a request (default %(default)s)"),
     ("max_stop_characters", int, "of a stop text (default %(default)s)"),
     ("deadline_seconds", float, "for a whole answer (default %(default)s)"),
-    ("body_seconds", float, "for a request to be sent (default %(default)s)"),
+    ("body_seconds", float, "for a request to be sent, and for its client to read on (default %(default)s)"),
     ("drain_seconds", float, "for running requests after SIGTERM (default %(default)s)"),
 )
 _ON_RAY = ("ray_address", "replicas", "target_requests", "print_config")
@@ -93,7 +93,7 @@ def _serve(args: argparse.Namespace) -> int:
     options = serve_options(args)
     options.check_host(args.host)
     start_logging()
-    with listen(args.host, args.port) as sock:
+    with listen(args.host, args.port, options.body_seconds) as sock:
         asyncio.run(serve(partial(open_model, args), Backend(options), sock))
     return 0
 

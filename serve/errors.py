@@ -75,6 +75,9 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"{param} is not supported by this server", code="unsupported_parameter", param=param)
     if problem["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {problem['ctx']['error']}", code="invalid_json")
+    if not param and problem["type"] in ("model_attributes_type", "missing"):
+        message = "the body must be a JSON object, sent with content-type: application/json"
+        return ApiError(400, message, code="invalid_value")
     message = problem["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param or 'the body'}: {message}", code="invalid_value", param=param or None)
 

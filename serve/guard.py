@@ -26,7 +26,8 @@ from specdec.serve.streaming import ClientGoneError
 
 API = "/v1/"
 QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds: not worth a line
-PATHS = (*QUIET, "/", "/openapi.json", "/v1/models", "/v1/completions", "/v1/chat/completions")
+OPEN = (*QUIET, "/", "/openapi.json")  # to everyone: all other paths want what the API wants
+PATHS = (*OPEN, "/v1/models", "/v1/completions", "/v1/chat/completions")
 _REQUEST_ID = re.compile("[A-Za-z0-9._-]{1,64}")
 
 
@@ -90,14 +91,14 @@ class Guard:
                 error = internal(request_id)
                 await Response(error.body, error.status, media_type="application/json")(scope, receive, send_with_id)
         finally:
-            known = scope["path"] if scope["path"] in PATHS else "other"
+            known = _path(scope) if _path(scope) in PATHS else "other"
             self._metrics.count(known, status)
             if known not in QUIET:
                 log("request", request_id=request_id, method=scope["method"], path=known, status=status,
                     ms=round(1000 * (perf_counter() - started), 1), **fields)  # fmt: skip
 
     async def _handle(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        if not scope["path"].startswith(API):
+        if _path(scope) in OPEN:
             await self._app(scope, receive, send)
             return
         self._check_key(headers)
@@ -131,7 +132,7 @@ class Guard:
             code="body_too_large",
         )  # fmt: skip
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > options.max_body_bytes:
+        if not re.fullmatch("[0-9]{1,18}", length) or int(length) > options.max_body_bytes:
             raise too_large
         body = bytearray()
         try:
@@ -160,6 +161,11 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return replay
+
+
+def _path(scope: Scope) -> str:
+    """What routes see, wherever the app is mounted."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def _digest(key: str) -> bytes:

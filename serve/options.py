@@ -4,6 +4,7 @@ Names and defaults of the command line are read from here. This module knows no 
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -25,8 +26,9 @@ class ServeOptions:
     `max_rows`, `max_queue` (requests that wait), `kv_bytes`: as in `AsyncLLM`. `max_body_bytes` of a request,
     `max_prompt_tokens` and `max_tokens` of a choice (None: the context), `max_choices` (`n` times prompts), `max_stop`
     texts of up to `max_stop_characters`. `deadline_seconds`: from a request's last byte to its answer's;
-    `body_seconds`: for its body to come. `drain_seconds`: what is running when the server is told to stop has so long.
-    `log_prompts`: texts of requests and answers are logged.
+    `body_seconds`: for its head and for its body to come, and for a client that does not read to read on.
+    `drain_seconds`: what is running when the server is told to stop has so long. `log_prompts`: texts of requests and
+    answers are logged.
     """
 
     model: str | None = None
@@ -55,8 +57,9 @@ class ServeOptions:
         for name in ("deadline_seconds", "body_seconds", "drain_seconds"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise RequestError(f"{name} must be above 0 and at most 1e6, not {getattr(self, name)}")
-        if not all(self.api_keys):
-            raise RequestError("an API key is empty: give none, or keys of at least one character")
+        if not all(re.fullmatch("[!-~]+", key) for key in self.api_keys):
+            raise RequestError("an API key is empty or has characters that no header can carry: use printable ASCII "
+                               "without spaces")  # fmt: skip
 
     def check_host(self, host: str) -> None:
         """Raise `RequestError` when others than this machine could use the server without a key."""

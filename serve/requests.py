@@ -4,13 +4,14 @@ Types are strict and unknown fields are refused. Fields that OpenAI has and this
 unless they ask for nothing. Ranges are the API's; an operator's limits and the model's are checked in `prepare.py`.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from specdec.runtime.text import Prompt, as_batch
 
+MOST_ENTRIES = 300  # of `logit_bias`; no object of known fields has as many
 # Fields of OpenAI's that are not supported, and the values (beside null) with which they ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
@@ -40,8 +41,26 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+
+def _whole(value: Any) -> Any:
+    """JSON's integers are numbers without a fraction: 1.0 is one."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def _few(value: Any) -> Any:
+    """An object, before its entries are read."""
+    if isinstance(value, dict) and len(value) > MOST_ENTRIES:
+        raise PydanticCustomError("many", "an object may have at most {most} entries here", {"most": MOST_ENTRIES})
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
 Text = Annotated[str, StringConstraints(min_length=1)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Item = TypeVar("Item")
+# A million wrong items are one error, as are too many entries (`_few`): to collect all would take seconds.
+List = Annotated[list[Item], Field(fail_fast=True)]
+Some = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+TokenId = Annotated[Int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 
 
@@ -55,6 +74,7 @@ class Strict(BaseModel):
     def _refuse_unsupported(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        _few(value)
         for name in value.keys() & _UNSUPPORTED.keys() - cls.model_fields.keys():
             asked, nothing = value[name], (None, *_UNSUPPORTED[name])
             if not any(asked == each and type(asked) is type(each) for each in nothing):
@@ -96,7 +116,7 @@ class StructuredOutputs(Strict):
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     json_object: Literal[True] | None = None
     regex: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    choice: Some[Text] | None = None
     grammar: Text | None = None
 
 
@@ -111,28 +131,35 @@ class Sampling(Strict):
 
     model: str
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MOST_ENTRIES),
+            BeforeValidator(_few),
+        ]
+        | None
+    ) = None
+    max_tokens: Annotated[Int, Field(ge=1)] | None = None
+    n: Annotated[Int, Field(ge=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     response_format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = (
         None
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: Text | list[Text] | None = None
+    seed: Annotated[Int, Field(ge=0, lt=2**63)] | None = None
+    stop: Text | List[Text] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     # vLLM's
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    bad_words: Annotated[list[Text], Field(max_length=64)] | None = None
+    allowed_token_ids: Some[TokenId] | None = None
+    bad_words: Annotated[List[Text], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[Int, Field(ge=0)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[Int, Field(ge=0)] | None = None
     # our own
     return_token_origins: Annotated[
         bool | None, Field(description="Choices say in `specdec` which tokens they have and how each came to be.")
@@ -158,7 +185,7 @@ class Message(Strict):
     """A turn of a conversation. `developer` is what OpenAI calls `system` now."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | List[TextPart]
 
     def turn(self) -> dict[str, str]:
         """What the chat template gets."""
@@ -169,10 +196,10 @@ class Message(Strict):
 class ChatRequest(Sampling):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Some[Message]
     logprobs: bool | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
 
     @property
     def top(self) -> int | None:
@@ -198,8 +225,8 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """Body of /v1/completions."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt: str | Some[TokenId] | Some[str] | Some[Some[TokenId]]
+    logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
 
     @property
     def top(self) -> int | None:

@@ -7,6 +7,8 @@ ends at once. This module knows processes and signals; it knows no route.
 import asyncio
 import socket
 from collections.abc import Callable
+from functools import partial
+from math import ceil
 from time import perf_counter
 from types import FrameType
 
@@ -16,6 +18,7 @@ from specdec.engines.errors import RequestError
 from specdec.runtime.llm import LLM
 from specdec.serve.app import create_app
 from specdec.serve.backend import Backend, warm_up
+from specdec.serve.connection import Connection
 from specdec.serve.logs import log
 
 LAST_SECONDS = 5  # for what drained requests still have to send
@@ -27,6 +30,8 @@ class Server(uvicorn.Server):
     def __init__(self, backend: Backend) -> None:
         config = uvicorn.Config(
             create_app(backend),
+            http=partial(Connection, seconds=backend.options.body_seconds),  # type: ignore[arg-type]
+            ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -54,13 +59,18 @@ class Server(uvicorn.Server):
         log("stopped", at_once=self.force_exit)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open the socket; port 0 takes a free one. Raises `RequestError`."""
+def listen(host: str, port: int, seconds: float) -> socket.socket:
+    """Open the socket; port 0 takes a free one. A client that reads nothing for `seconds` is cut off by the kernel.
+
+    Raises `RequestError`.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host.strip("[]"), port), family=family, backlog=2048)
+        sock = socket.create_server((host.strip("[]"), port), family=family, backlog=2048)
     except OSError as exc:
         raise RequestError(f"cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, ceil(1000 * seconds))  # connections inherit it
+    return sock
 
 
 async def serve(open_llm: Callable[[], LLM], backend: Backend, sock: socket.socket) -> None:

@@ -2,14 +2,11 @@
 
 import asyncio
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from specdec.serve import ServeOptions
 from specdec.serve.options import read_keys
 from support.bundles import shared_bundle
 from support.gated import SECONDS, Gate, gated_llm
-from support.served import MODEL, Served, served
+from support.served import MODEL, is_idle, served, started, until
 
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "d", "max_tokens": 200, "temperature": 0,
                        "extra_body": {"ignore_eos": True}}  # fmt: skip
@@ -39,19 +36,6 @@ def gate() -> Gate:
 def llm(gate: Gate) -> Iterator[LLM]:
     with gated_llm(shared_bundle(), gate) as llm:
         yield llm
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.005)
-
-
-def is_idle(server: Served) -> bool:
-    service = server.backend._service
-    assert service is not None
-    return not service._requests and not service._scheduler.busy and service._scheduler._target.rows == 0
 
 
 def test_keys_are_wanted_where_there_are_some(llm: LLM) -> None:
@@ -248,22 +232,8 @@ def test_metrics_carry_vllms_names(llm: LLM) -> None:
         assert line in text
 
 
-def start(*options: str, **environment: str) -> tuple[subprocess.Popen[str], str, list[dict[str, Any]]]:
-    """The command on a free port, once it is ready; its address, and its lines of log so far."""
-    command = [sys.executable, "-m", "specdec.serve.cli", str(shared_bundle()), "--port", "0", "--method", "ngram"]
-    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, **environment})  # fmt: skip
-    assert process.stderr is not None
-    lines = []
-    for line in process.stderr:
-        lines.append(json.loads(line))
-        if lines[-1]["event"] == "ready":
-            return process, lines[0]["url"], lines
-    raise AssertionError(lines)
-
-
 def test_the_command_serves_drains_and_keeps_secrets_out_of_its_logs() -> None:
-    process, url, _ = start(SPECDEC_API_KEYS="hidden-key")
+    process, url, _ = started(SPECDEC_API_KEYS="hidden-key")
     client = openai.OpenAI(base_url=url + "v1", api_key="hidden-key", max_retries=0)
     model = client.models.list().data[0].id
     stream = client.completions.create(model=model, prompt="hidden words", max_tokens=600, stream=True, temperature=0,
@@ -286,7 +256,7 @@ def test_the_command_serves_drains_and_keeps_secrets_out_of_its_logs() -> None:
 
 def test_what_does_not_end_in_time_gets_an_error_and_a_second_signal_ends_at_once() -> None:
     for second in (False, True):
-        process, url, _ = start("--drain-seconds", "1000" if second else "0.01")
+        process, url, _ = started("--drain-seconds", "1000" if second else "0.01")
         client = openai.OpenAI(base_url=url + "v1", api_key="x", max_retries=0)
         ask = {"model": client.models.list().data[0].id, "prompt": ["a"] * 8, "max_tokens": 1000, "stream": True,
                "extra_body": {"ignore_eos": True}}  # fmt: skip
