@@ -27,7 +27,7 @@ from specdec.serve.answers import Model, ModelList, encode
 from specdec.serve.backend import Backend
 from specdec.serve.errors import ApiError, from_validation
 from specdec.serve.formats import ChatFormat, CompletionFormat, Format
-from specdec.serve.guard import Guard
+from specdec.serve.guard import API, Guard
 from specdec.serve.metrics import HttpMetrics
 from specdec.serve.prepare import Body
 from specdec.serve.requests import ChatRequest, CompletionRequest
@@ -53,7 +53,7 @@ def create_app(backend: Backend) -> FastAPI:
     app.state.metrics = metrics
     _add_api(app, backend)
     _add_operations(app, backend, metrics)
-    app.openapi = partial(_schema, app)  # type: ignore[method-assign]
+    app.openapi = partial(_schema, app, keys=bool(backend.options.api_keys))  # type: ignore[method-assign]
     return app
 
 
@@ -174,8 +174,13 @@ async def _refuse_body(request: Request, error: Exception) -> Response:
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = "no_such_route" if error.status_code in (404, 405) else "invalid_json"
-    raise ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code)
+    code = {404: "no_such_route", 405: "method_not_allowed"}.get(error.status_code)
+    if code is None:
+        message = "the body cannot be read: send JSON in UTF-8, not too deep, without numbers of thousands of digits"
+        raise ApiError(400, message, code="invalid_json") from error
+    refusal = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code)
+    refusal.headers |= error.headers or {}  # 405 says which methods there are
+    raise refusal
 
 
 def _page(page: str) -> tuple[str, dict[str, str]]:
@@ -200,19 +205,29 @@ def _responses(sent: type, event: type | None = None) -> dict[int | str, dict[st
     """What OpenAPI says of a route's answers; `event`: of a stream."""
     content = {"application/json": {"schema": {"$ref": REFERENCE.format(name=sent.__name__)}}}
     if event is not None:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": f"{event.__name__} objects"}}
+        content["text/event-stream"] = {"itemSchema": _event(event)}
     error = {"application/json": {"schema": {"$ref": REFERENCE.format(name="Error")}}}
     refusal = {"description": "Error", "content": error}
     return {200: {"description": "Done", "content": content}, **dict.fromkeys(ERRORS, refusal)}
 
 
-def _schema(app: FastAPI) -> dict[str, Any]:
+def _event(sent: type) -> dict[str, Any]:
+    """What OpenAPI 3.2 says of a server-sent event: its data is JSON, but for that of the last one, [DONE]."""
+    data = {"type": "string", "contentMediaType": "application/json",
+            "contentSchema": {"$ref": REFERENCE.format(name=sent.__name__)}}  # fmt: skip
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
+def _schema(app: FastAPI, *, keys: bool) -> dict[str, Any]:
+    """OpenAPI's; `keys`: whether the API wants some."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         _, sent = msgspec.json.schema_components(SENT, ref_template=REFERENCE)
         schema["components"]["schemas"] |= sent
-        for path in schema["paths"].values():
-            for operation in path.values():
+        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in schema["paths"].items():
+            for operation in operations.values():
                 operation["responses"].pop("422", None)  # FastAPI's own, which ours are in place of
+                operation["security"] = [{"key": []}] if keys and path.startswith(API) else []
         app.openapi_schema = schema
     return app.openapi_schema
