@@ -1,9 +1,11 @@
 # Every target does all its set-up: a fresh clone with Python 3.11 or later, gcc and git is enough.
-# Settings: PYTHON (interpreter of the virtual environment), VENV (its folder), TORCH (what pip is asked for).
+# Settings: PYTHON (interpreter of the virtual environment), VENV (its folder), TORCH (what pip is asked for), PART (of the
+# mutants: 1/8 takes every eighth, from number 1 on).
 
 VENV ?= .venv
 PYTHON ?= $(firstword $(foreach p,python3.11 python3,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(p))))
 TORCH ?= torch==2.13.0
+PART ?= 0/1
 
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN := $(VENV)/bin/python -m
@@ -52,7 +54,7 @@ test-gpu: $(STAMP) models
 	$(RUN) pytest -m gpu
 
 mutants: $(STAMP)
-	$(VENV)/bin/python tests/mutants.py
+	$(VENV)/bin/python tests/mutants.py --part $(PART)
 
 lint: $(STAMP)
 	$(RUN) ruff check .

@@ -546,12 +546,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="mutants to run (all)")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (%(default)s)")
+    parser.add_argument(
+        "--part", type=_part, default=(0, 1), metavar="I/N", help="every Nth alone, from number I mod N on"
+    )
     args = parser.parse_args(argv)
     known = {mutant.name: mutant for mutant in MUTANTS}
     unknown = [name for name in args.names if name not in known]
     if unknown:
         parser.error(f"no mutant is called {unknown[0]!r}")
-    return run_all([known[name] for name in args.names] or MUTANTS, args.jobs)
+    first, step = args.part
+    return run_all([known[name] for name in args.names] or MUTANTS[first % step :: step], args.jobs)
+
+
+def _part(text: str) -> tuple[int, int]:
+    first, _, step = text.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and 0 < int(step) <= len(MUTANTS)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, with N from 1 to {len(MUTANTS)}")
+    return int(first), int(step)
 
 
 if __name__ == "__main__":

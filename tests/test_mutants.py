@@ -128,3 +128,13 @@ def test_names_are_told_apart_case_by_case() -> None:
     for mutant in MUTANTS:
         functions = Counter(test.partition("[")[0] for test in mutant.tests)
         assert not any("[" not in test and functions[test] > 1 for test in mutant.tests), mutant.name
+
+
+def test_parts_are_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Mutant] = []
+    monkeypatch.setattr(mutants, "run_all", lambda chosen, jobs: taken.extend(chosen) or 0)
+    assert [mutants.main(["--part", f"{8 + part}/8"]) for part in range(8)] == [0] * 8
+    assert sorted(taken) == sorted(MUTANTS)
+    for wrong in ("1", "1/0", "-1/8", "1/1000"):
+        with pytest.raises(SystemExit):
+            mutants.main([f"--part={wrong}"])

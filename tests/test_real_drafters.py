@@ -4,19 +4,15 @@ None may change a token or a bit; the shipped one also has to be as good as it w
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from specdec.engines.manifest import read_manifest
 from specdec.engines.prompts import PROMPTS
-from specdec.export.medusa_model import write_medusa
 from specdec.runtime import LLM, SamplingParams, SpeculativeConfig
 from specdec.tools.demo import DRAFTER
-from specdec.tools.models import model_path
-from support.heads import random_heads
+from support.real_bundles import smollm2_int8
 from support.trace import recorded_logits
 
 pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(1200)]
@@ -26,28 +22,9 @@ LEARNED = {"eagle", "ngram+eagle"}
 METHODS = ["eagle", "ngram+eagle", "medusa", "blockwise", "layerskip:3", "auto"]
 
 
-def run(module: str, *arguments: object) -> None:
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-
-
 @pytest.fixture(scope="module")
-def medusa(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads that say anything: what is hidden in them may cost speed, never a bit."""
-    folder = tmp_path_factory.mktemp("medusa")
-    heads = random_heads(576, 49152, draft_vocab_size=1024, shared_head=True)
-    write_medusa(folder, heads.config, heads.state_dict())
-    return folder
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, medusa: Path) -> Path:
-    output = tmp_path_factory.mktemp("int8") / "bundle"
-    drafters = ["ngram", f"eagle:{DRAFTER}", f"medusa:{medusa}", "layerskip:3"]
-    options = [option for drafter in drafters for option in ("--drafter", drafter)]
-    run("specdec.export.cli", model_path("smollm2"), "-o", output, "--precision", "int8", *options)
-    return output
+def bundle() -> Path:
+    return smollm2_int8()
 
 
 def test_speculation_changes_no_token_and_no_bit(bundle: Path) -> None:

@@ -183,7 +183,7 @@ def test_the_verifier_passes_and_notices_faults(smollm2: Path, capsys: pytest.Ca
     assert all(one["power"] for one in report["distribution"])
     assert all(one["bits"] == one["bits_equal"] for one in report["texts"] if one["exact"])
     for fault in ("block-break-at-first-loss", "kv-path-not-compacted"):
-        assert verify.main([str(smollm2), "--plant", fault]) == 1
+        assert verify.main([str(smollm2), "--plant", fault, "--limit", "2", "--max-new-tokens", "24"]) == 1
 
 
 @pytest.mark.parametrize("width", [2, 7])
