@@ -21,7 +21,7 @@ from specdec.serve.backend import Backend, warm_up
 from specdec.serve.connection import Connection
 from specdec.serve.logs import log
 
-LAST_SECONDS = 5  # for what drained requests still have to send
+LAST_SECONDS = 5  # for what requests that have ended still have to send
 
 
 class Server(uvicorn.Server):
@@ -55,6 +55,8 @@ class Server(uvicorn.Server):
         if self.force_exit:
             draining.cancel()
             await self._backend.abort()
+            if self.server_state.tasks:  # have their requests' ends to tell
+                await asyncio.wait(self.server_state.tasks, timeout=LAST_SECONDS)
         await asyncio.wait([draining])
         log("stopped", at_once=self.force_exit)
 

@@ -558,7 +558,9 @@ def test_the_public_names_are_these() -> None:
     assert [name for name in vars(LLM) if not name.startswith("_")] == [
         "spec", "generate", "stream", "chat_prompt", "close",
     ]  # fmt: skip
-    assert [name for name in vars(AsyncLLM) if not name.startswith("_")] == ["submit", "generate", "drain", "aclose"]
+    assert [name for name in vars(AsyncLLM) if not name.startswith("_")] == [
+        "submit", "generate", "alive", "drain", "aclose",
+    ]  # fmt: skip
     assert [name for name in vars(Stream) if not name.startswith("_")] == ["cancel", "result", "aclose"]
 
 
