@@ -13,12 +13,13 @@ STAMP := $(VENV)/.specdec-installed
 # Two processes have two cores: threads of PyTorch's that wait for one another by spinning cost a third of the time.
 BOTH := OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile
 
-.PHONY: help venv test test-fast test-gpu mutants lint demo engines performance models clean
+.PHONY: help venv test test-fast test-long test-gpu mutants lint demo engines performance models clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo       export a real model and generate with and without speculation'
-	@echo 'make test       all tests: the fast ones, then those that need a real model or the network'
+	@echo 'make test       the fast tests, then those that need a real model or the network'
+	@echo 'make test-long  other real models, precisions and repetitions: half an hour and more'
 	@echo 'make test-fast  tests that need neither'
 	@echo 'make test-gpu   tests that need an NVIDIA GPU'
 	@echo 'make engines    compile a real model with TensorRT-RTX, without a GPU, in every precision it takes'
@@ -45,10 +46,13 @@ models: $(STAMP)
 test: $(STAMP) models
 	$(BOTH) -m 'not slow'
 	$(BOTH) -m 'slow and not real'
-	$(RUN) pytest -m real
+	$(RUN) pytest -m 'real and not long'
 
 test-fast: $(STAMP)
 	$(BOTH) -m 'not slow'
+
+test-long: $(STAMP) models
+	$(RUN) pytest -m long
 
 test-gpu: $(STAMP) models
 	$(RUN) pytest -m gpu

@@ -10,6 +10,7 @@ from specdec.tools import engines
 
 @pytest.mark.slow
 @pytest.mark.real
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_smollm2_compiles_without_a_gpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert engines.main(["--output", str(tmp_path), "--precision", "int4", "--arch", "sm89"]) == 0

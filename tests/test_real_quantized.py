@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(1200)]
 GREEDY = SamplingParams(max_new_tokens=32)
 
 
-@pytest.fixture(scope="module", params=["int8", "int4"])
+@pytest.fixture(scope="module", params=["int8", pytest.param("int4", marks=pytest.mark.long)])
 def bundle(request: pytest.FixtureRequest) -> Path:
     return {"int8": smollm2_int8, "int4": smollm2_int4}[request.param]()
 
