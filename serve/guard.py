@@ -91,7 +91,7 @@ class Guard:
                 error = internal(request_id)
                 await Response(error.body, error.status, media_type="application/json")(scope, receive, send_with_id)
         finally:
-            known = _path(scope) if _path(scope) in PATHS else "other"
+            known = path if (path := _path(scope)) in PATHS else "other"
             self._metrics.count(known, status)
             if known not in QUIET:
                 log("request", request_id=request_id, method=scope["method"], path=known, status=status,

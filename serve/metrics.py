@@ -75,8 +75,7 @@ class HttpMetrics:
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """All metrics in the format that an Accept header asks for, and its content type."""
-        encoder, content_type = choose_encoder(accept)
-        return encoder(self._registry), content_type
+        return _rendered(self._registry, accept)
 
 
 class ByReplica(Collector):
@@ -100,5 +99,9 @@ class ByReplica(Collector):
         """See `HttpMetrics`."""
         registry = CollectorRegistry()
         registry.register(self)
-        encoder, content_type = choose_encoder(accept)
-        return encoder(registry), content_type
+        return _rendered(registry, accept)
+
+
+def _rendered(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    encoder, content_type = choose_encoder(accept)
+    return encoder(registry), content_type
